@@ -1,0 +1,279 @@
+"""Finds Spack and runs it isolated from the user's own configuration and caches."""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import paths
+from .documents import load_yaml, validated
+from .errors import SetupError
+from .progress import step
+
+#: Seconds a clone of Spack may take before the network counts as absent
+CLONE_TIMEOUT = 300
+
+
+@dataclass(frozen=True)
+class Spack:
+    """A Spack to run: its root, its version, and how it was found."""
+
+    root: Path
+    version: str
+    origin: str
+
+    @property
+    def executable(self) -> Path:
+        return self.root / "bin" / "spack"
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """The command line for spack ARGUMENTS in our configuration scope."""
+        return [str(self.executable), "-C", str(_scope(self)), *arguments]
+
+    def run(
+        self, arguments: Sequence[str], timeout: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs spack ARGUMENTS. Raises subprocess.TimeoutExpired after timeout seconds."""
+        process = subprocess.Popen(
+            self.command(arguments),
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            # The solver may be a child: end the whole group, leave nothing running
+            os.killpg(process.pid, 9)
+            process.wait()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def environment() -> dict[str, str]:
+    """Environment variables of an isolated Spack: nothing of ~/.spack, /etc/spack or a shell."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SPACK_") and name not in ("PYTHONPATH", "PYTHONHOME")
+    }
+    kept["SPACK_DISABLE_LOCAL_CONFIG"] = "1"
+    kept["SPACK_USER_CACHE_PATH"] = str(paths.cache() / "user")
+    # The interpreter with clingo: Spack then bootstraps nothing
+    kept["SPACK_PYTHON"] = sys.executable
+    kept["GIT_TERMINAL_PROMPT"] = "0"
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    site = kept.get("DEEPEP_SITE_YAML")
+    if site:
+        if not Path(site).is_file():
+            raise SetupError(f"DEEPEP_SITE_YAML={site}: no such file")
+        kept["DEEPEP_SITE_YAML"] = str(Path(site).resolve())
+    return kept
+
+
+def pins() -> dict[str, Any]:
+    """ci/pins.json."""
+    return validated(paths.CI / "pins.json", "pins")
+
+
+def find() -> Spack:
+    """$SPACK_ROOT if it is new enough, else the pinned clone. Raises SetupError without any."""
+    pin = pins()["spack"]
+    root, note = os.environ.get("SPACK_ROOT"), ""
+    if root:
+        version = version_of(Path(root))
+        if version is None:
+            note = f"SPACK_ROOT={root} holds no Spack"
+        elif _numbers(version) < _numbers(pin["minimum"]):
+            note = f"SPACK_ROOT={root} is Spack {version}, {pin['minimum']} is needed"
+        else:
+            return Spack(Path(root).resolve(), version, "SPACK_ROOT")
+        print(f"ci: {note}; using the pinned clone", file=sys.stderr)
+    clone = pinned_clone(pin["git"], pin["default"])
+    version = version_of(clone)
+    if version is None:
+        raise SetupError(f"{clone} is damaged: remove it and run again")
+    return Spack(clone, version, "pinned clone")
+
+
+def version_of(root: Path) -> str | None:
+    """Version of the Spack in a folder, None if there is none."""
+    try:
+        text = (root / "lib" / "spack" / "spack" / "__init__.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    return match.group(1) if match and (root / "bin" / "spack").is_file() else None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+def pinned_clone(url: str, commit: str) -> Path:
+    """The clone of Spack at a commit in the cache, made on first use. Raises SetupError."""
+    target = paths.cache() / f"spack-{commit[:12]}"
+    if target.is_dir():
+        return target
+    with _lock("spack.lock"), step(f"cloning Spack {commit[:12]}"):
+        if target.is_dir():
+            return target
+        fresh = target.with_name(f"{target.name}.new.{os.getpid()}")
+        try:
+            _git("init", "--quiet", str(fresh))
+            _git("-C", str(fresh), "fetch", "--quiet", "--depth", "1", url, commit)
+            _git(
+                "-C", str(fresh), "-c", "advice.detachedHead=false", "checkout", "--quiet", commit
+            )
+            fresh.rename(target)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return target
+
+
+def _git(*arguments: str) -> None:
+    # Give up on a connection that says nothing for 20 s
+    slow = ["-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=20"]
+    try:
+        done = subprocess.run(
+            ["git", *slow, *arguments],
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CLONE_TIMEOUT,
+        )
+    except FileNotFoundError:
+        raise SetupError("git is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise SetupError(f"git {arguments[0]} took longer than {CLONE_TIMEOUT} s") from None
+    if done.returncode:
+        reason = done.stderr.strip().splitlines() or ["no reason given"]
+        raise SetupError(f"Spack cannot be cloned: {reason[-1]}")
+
+
+@contextmanager
+def _lock(name: str) -> Iterator[None]:
+    """Holds a lock of the cache; another process waits."""
+    paths.cache().mkdir(parents=True, exist_ok=True)
+    with open(paths.cache() / name, "w", encoding="utf-8") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _scope(spack: Spack) -> Path:
+    """Our configuration scope, written when it does not say what it should."""
+    state = paths.cache() / "state"
+    content = {
+        # By namespace and not by commit does Spack name its indexes: one set for each pin
+        "config": {"config": {"misc_cache": str(state / f"index-{_pin_of_builtin()[:12]}")}},
+        # The solver comes from our virtual environment
+        "bootstrap": {"bootstrap": {"enable": False}},
+        "packages": {"packages": _compilers()},
+    }
+    if _has_compilers(spack.root / "etc" / "spack"):
+        del content["packages"]
+    text = json.dumps(content, sort_keys=True)
+    folder = paths.cache() / f"scope-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        with _lock("scope.lock"):
+            if not folder.is_dir():
+                fresh = folder.with_name(f"{folder.name}.new.{os.getpid()}")
+                fresh.mkdir(parents=True)
+                for section, document in content.items():
+                    # JSON is YAML
+                    target = fresh / f"{section}.yaml"
+                    target.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+                fresh.rename(folder)
+    _drop_stale_indexes(Path(content["config"]["config"]["misc_cache"]))
+    return folder
+
+
+def _pin_of_builtin() -> str:
+    repos = load_yaml(paths.ENVIRONMENTS / "common" / "repos.yaml")["repos"]
+    return repos["builtin"]["commit"]
+
+
+def _drop_stale_indexes(misc_cache: Path) -> None:
+    """Removes Spack's indexes of our recipes if these changed: it looks at package.py's time only,
+    and then cannot find an edited patch."""
+    digest = hashlib.sha256()
+    for path in sorted([*paths.RECIPES.rglob("*"), *paths.PATCHES.glob("*.patch")]):
+        if path.is_file() and path.suffix in (".py", ".patch", ".cmake"):
+            digest.update(path.name.encode() + path.read_bytes())
+    stamp = misc_cache / "deepep.sha256"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
+        return
+    misc_cache.mkdir(parents=True, exist_ok=True)
+    with _lock("index.lock"):
+        for index in misc_cache.glob("*/deepep-*.json"):
+            index.unlink(missing_ok=True)
+        fresh = stamp.with_name(f"{stamp.name}.{os.getpid()}")
+        fresh.write_text(digest.hexdigest(), encoding="utf-8")
+        fresh.rename(stamp)
+
+
+def _has_compilers(config: Path) -> bool:
+    """Whether a Spack's own configuration (etc/spack, site) names compilers."""
+    for path in (config / "packages.yaml", config / "site" / "packages.yaml"):
+        if path.is_file() and "compilers:" in path.read_text(encoding="utf-8", errors="replace"):
+            return True
+    return False
+
+
+def _compilers() -> dict[str, Any]:
+    """packages.yaml's entry for the gcc on PATH.
+
+    Written here, since Spack would detect it into the environment's own spack.yaml. The Fortran
+    compiler is named even where it is absent: recipes ask for one when they concretize, and a lock
+    must not depend on whether the machine at hand has it.
+    """
+    cc, cxx = shutil.which("gcc"), shutil.which("g++")
+    if not cc or not cxx:
+        raise SetupError(
+            "no gcc and g++ on PATH: install them, or load the site's compiler module"
+        )
+    version = subprocess.run(
+        [cc, "-dumpfullversion"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    folder = Path(cc).parent
+    return {
+        "gcc": {
+            "externals": [
+                {
+                    "spec": f"gcc@{version} languages:='c,c++,fortran'",
+                    "prefix": str(folder.parent),
+                    "extra_attributes": {
+                        "compilers": {
+                            "c": cc,
+                            "cxx": cxx,
+                            "fortran": shutil.which("gfortran") or str(folder / "gfortran"),
+                        }
+                    },
+                }
+            ]
+        }
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """ci/spack ARGS...: becomes the isolated Spack."""
+    if not arguments:
+        print("usage: ci/spack ARGS...   (for instance: ci/spack -e environments/h100 find -c)")
+        return 2
+    spack = find()
+    command = spack.command(arguments)
+    os.execve(command[0], command, environment())
