@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,8 @@ def main(arguments: list[str]) -> int:
         _check_offline(environment, report)
     if spack:
         _check_with_spack(spack, chosen, report)
+    order = [environment.name for environment in chosen] + ["refusals"]
+    report.results.sort(key=lambda result: order.index(result.environment))
     print_table(report)
     if options.json:
         write_json(report, options.json)
@@ -131,7 +134,7 @@ def _check_pairing(report: Report, name: str, lock: Lock) -> None:
 
 
 def _check_with_spack(spack: Spack, chosen: list[Environment], report: Report) -> None:
-    # The first run of a fresh Spack clones spack-packages and builds indexes: once, not in parallel
+    # The first run of a fresh Spack clones spack-packages and builds indexes: not in parallel
     workers = min(2, os.cpu_count() or 1)
     names = ", ".join(environment.name for environment in chosen)
     with step(f"concretizing {names} with Spack {spack.version}"):
@@ -185,5 +188,5 @@ def _check_refusals(spack: Spack, report: Report) -> None:
 def _shorten(message: str, length: int = 110) -> str:
     """The solver's sentence without the list of specs before it."""
     text = message.split("for the following reasons: ")[-1]
-    text = text.removeprefix("1. ").split("required because")[0].strip()
+    text = re.split(r" required because | 2\. ", text.removeprefix("1. "))[0].strip()
     return text if len(text) <= length else text[: length - 3] + "..."

@@ -29,8 +29,8 @@ def problems(folder: Path = PATCHES) -> list[str]:
         elif sha256(path) != entry["sha256"]:
             found.append(
                 f"{shown(path)} has sha256 {sha256(path)[:12]}..., its index entry says "
-                f"{entry['sha256'][:12]}...: if the change is meant, write the new sha256 into "
-                f"{shown(folder / 'index.json')} and {shown(folder / 'README.md')}, and run ci/lock"
+                f"{entry['sha256'][:12]}...: if the change is meant, write the new one into "
+                f"{shown(folder / 'index.json')}, and run ci/lock"
             )
     for path in sorted(folder.glob("*.patch")):
         if path.name not in entries:

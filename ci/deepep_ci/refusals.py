@@ -63,7 +63,7 @@ def solver_environment(packages: dict[str, Any] | None = None) -> Iterator[Path]
 def solve(
     spack: Spack, spec: str, packages: dict[str, Any] | None = None, timeout: float = DEADLINE
 ) -> CompletedProcess[str]:
-    """Runs `spack spec --json SPEC` on our recipes. Raises TimeoutExpired after timeout seconds."""
+    """Runs `spack spec --json SPEC` on our recipes. Raises TimeoutExpired (seconds)."""
     with solver_environment(packages) as folder:
         return spack.run(["-e", str(folder), "spec", "--fresh", "--json", spec], timeout=timeout)
 
