@@ -85,7 +85,12 @@ def forbidden(document, nodes):
     document["concrete_specs"][copy["hash"]] = copy
 
 
+def no_promise(_, nodes):
+    nodes["ninja"]["version"] = "1.0"
+
+
 TAMPERED = [
+    (no_promise, "ninja@1.0 was edited by hand, its hash is not that of its content"),
     (version, "nvshmem: version is 3.8.0, 3.6.5 was expected"),
     (variant, "py-deep-ep: variant rc_layout_backport is off, on was expected"),
     (variant_absent, "py-deep-ep: variant hybrid_ep is absent, single_node was expected"),

@@ -37,7 +37,12 @@ def problems(lock: Lock, expect: dict[str, Any], patch_names: dict[str, str]) ->
         for package in copies
         if package.target != expect["target"]
     ]
-    return found
+    return found + [
+        f"{package.name}@{package.version} was edited by hand, its hash is not that of its content"
+        for copies in lock.packages.values()
+        for package in copies
+        if not package.intact
+    ]
 
 
 def _package_problems(

@@ -1,5 +1,7 @@
 """Reads spack.lock and projects it to the facts that expectations and drift speak of."""
 
+import base64
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,8 @@ class Package:
     #: name -> hash of direct dependencies; language -> compiler for %c and the like
     dependencies: dict[str, str]
     root: bool
+    #: Whether the hash is that of the content: False for a lock somebody edited
+    intact: bool
 
     @property
     def host_specific(self) -> bool:
@@ -128,4 +132,12 @@ def _package(digest: str, node: dict[str, Any], root: bool) -> Package:
         hash=digest,
         dependencies={d["name"]: d["hash"] for d in node.get("dependencies", [])},
         root=root,
+        intact=_hash_of(node) == digest,
     )
+
+
+def _hash_of(node: dict[str, Any]) -> str:
+    """Spack's DAG hash of a node: SHA-1 of its JSON without the hash itself, in base 32."""
+    content = {key: value for key, value in node.items() if key != "hash"}
+    text = json.dumps(content, separators=(",", ":"))
+    return base64.b32encode(hashlib.sha1(text.encode()).digest()).decode().lower()
