@@ -1,6 +1,7 @@
 """Every environment on every tested Spack, and every refusal with its sentence."""
 
 import os
+import subprocess
 import time
 from subprocess import TimeoutExpired
 
@@ -103,3 +104,18 @@ def test_lock_without_solution_writes_nothing(pinned_spack, run, clone):
     assert "not written" in done.stdout
     assert "need compute capability 9.0 or later" in " ".join(done.stdout.split())
     assert (folder / "spack.lock").read_bytes() == before
+
+
+@pytest.mark.spack
+@pytest.mark.slow
+def test_two_checks_at_once(pinned_spack):
+    """Two runs share the cache and do not break each other; nothing of theirs stays behind."""
+    command = [str(paths.CI / "check"), "h100-site", "h100-control", "--spack", "require"]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert subprocess.run(["git", "status", "--porcelain", "environments"], cwd=paths.TOP,
+                          capture_output=True, text=True).stdout == ""  # fmt: skip

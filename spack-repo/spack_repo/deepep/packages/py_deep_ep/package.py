@@ -79,6 +79,7 @@ class PyDeepEp(PythonPackage, CudaPackage):
     depends_on("cxx", type="build")
 
     with default_args(type="build"):
+        depends_on("gmake", when="hybrid_ep=multinode_doca")
         depends_on("ninja")
         depends_on("py-setuptools")
 
@@ -94,13 +95,14 @@ class PyDeepEp(PythonPackage, CudaPackage):
     # Upstream asks for pynvml, whose module this maintained package provides
     depends_on("py-nvidia-ml-py", type="run")
 
-    # The commit of submodule third-party/nccl; only its DOCA GPUNetIO objects are built
+    # The commit of submodule third-party/nccl; only its DOCA GPUNetIO objects are built. Not in
+    # that folder: a clone has it empty, and Spack places no resource over what exists
     resource(
         name="nccl",
         git="https://github.com/NVIDIA/nccl.git",
         commit="1e0c869c39bb33f1034cb9920bd2a8a8406f04a3",
         destination="third-party",
-        placement={"": "nccl"},
+        placement={"": "nccl-doca"},
         when="hybrid_ep=multinode_doca",
     )
 
@@ -215,7 +217,8 @@ class PyDeepEp(PythonPackage, CudaPackage):
             )
             os.remove("deep_ep/hybrid_ep_buffer.py")
         if self.spec.satisfies("hybrid_ep=multinode_doca"):
-            # install() brings the submodule and builds what is needed of it
+            # The resource stands for the submodule; build_doca_objects builds what is needed
+            self._replace("setup.py", '"third-party/nccl"', '"third-party/nccl-doca"')
             self._replace(
                 "setup.py",
                 'subprocess.run(["git", "submodule", "update", "--init", "--recursive"], '
@@ -232,6 +235,12 @@ class PyDeepEp(PythonPackage, CudaPackage):
             raise InstallError(f"{self.name}: {path} has {text.count(old)} times, not once: {old}")
         with open(path, "w") as stream:
             stream.write(text.replace(old, new))
+
+    @property
+    def _wheels_include(self):
+        """Where PyTorch's wheels keep CUDA's headers."""
+        platlib = join_path(self.spec["py-torch"].prefix, self.spec["python"].package.platlib)
+        return join_path(platlib, "nvidia", "cu13", "include")
 
     def setup_build_environment(self, env: EnvironmentModifications) -> None:
         spec = self.spec
@@ -250,11 +259,16 @@ class PyDeepEp(PythonPackage, CudaPackage):
         # CUDA 13 moved CCCL: nvcc finds it, the host compiler does not (DeepEP#476)
         env.append_path("CPATH", cuda.include.cccl)
         env.append_path("CPATH", spec["rdma-core"].prefix.include)
+        # PyTorch's headers include cuBLAS's, which its wheels have where the toolkit is trimmed
+        if not os.path.exists(join_path(cuda.include, "cublas_v2.h")):
+            env.append_path("CPATH", self._wheels_include)
         # Build hosts have no driver: libcuda is linked against a stub (DeepEP#606)
         env.append_path("LIBRARY_PATH", join_path(self.stage.path, "stubs"))
         env.append_path("LIBRARY_PATH", join_path(cuda.lib64, "stubs"))
         # Without it Ubuntu's linker drops libcuda, of which a stub need not define every symbol
         env.append_flags("LDFLAGS", "-Wl,--no-as-needed")
+        # An NVSHMEM that PyTorch brings finds no rdma-core of its own: have ours in the process
+        env.append_flags("LDFLAGS", "-lmlx5 -libverbs")
 
     def setup_run_environment(self, env: EnvironmentModifications) -> None:
         env.set("CUDA_HOME", self.spec["cuda"].prefix)
@@ -279,9 +293,16 @@ class PyDeepEp(PythonPackage, CudaPackage):
         """Builds the 13 DOCA GPUNetIO objects that setup.py copies, not all of NCCL."""
         if not self.spec.satisfies("hybrid_ep=multinode_doca"):
             return
-        nccl = join_path(self.stage.source_path, "third-party", "nccl")
+        # Better now than after minutes of compiling
+        folders = (self.spec["cuda"].prefix.include, self._wheels_include)
+        if not any(os.path.exists(join_path(folder, "nvml.h")) for folder in folders):
+            raise InstallError(
+                f"HybridEP between nodes needs nvml.h, which is not in {' or '.join(folders)}: "
+                "install the toolkit's cuda-nvml-dev package"
+            )
+        nccl = join_path(self.stage.source_path, "third-party", "nccl-doca")
         if not os.path.exists(join_path(nccl, "src", "Makefile")):
-            raise InstallError(f"{nccl} has no NCCL source: HybridEP's submodule is missing")
+            raise InstallError(f"{nccl} has no NCCL source: HybridEP's resource is missing")
         build = join_path(nccl, "build")
         doca = join_path("transport", "net_ib", "gdaki", "doca-gpunetio")
         sources = find(join_path(nccl, "src", doca, "src"), "doca_*.cpp", recursive=False)
@@ -290,3 +311,6 @@ class PyDeepEp(PythonPackage, CudaPackage):
             for source in sources
         ]
         make("-C", join_path(nccl, "src"), f"BUILDDIR={build}", *objects)
+        # setup.py installs the whole folder: no make dependencies on the stage in there
+        for dependencies in find(build, "*.d"):
+            os.remove(dependencies)
