@@ -132,7 +132,8 @@ def _package(digest: str, node: dict[str, Any], root: bool) -> Package:
         hash=digest,
         dependencies={d["name"]: d["hash"] for d in node.get("dependencies", [])},
         root=root,
-        intact=_hash_of(node) == digest,
+        # Spack 1.1 and 1.3 hash externals differently, and all else the same
+        intact=external is not None or _hash_of(node) == digest,
     )
 
 
