@@ -4,6 +4,7 @@ set -euo pipefail
 
 ci=$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 export DEEPEP_CACHE=${DEEPEP_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/deepep-spack}
+case $DEEPEP_CACHE in /*) ;; *) DEEPEP_CACHE=$PWD/$DEEPEP_CACHE ;; esac
 unset PYTHONHOME PYTHONPATH
 export PYTHONPATH=$ci PYTHONDONTWRITEBYTECODE=1
 

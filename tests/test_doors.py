@@ -49,7 +49,8 @@ def test_reports(run, tmp_path):
     assert document["notes"][0] in done.stdout.replace("\n", " ")
     suites = ElementTree.parse(junit).getroot()
     assert suites.get("tests") == str(len(document["results"]))
-    assert {suite.get("name") for suite in suites} == set(paths.environment_names())
+    expected = {*paths.environment_names(), "refusals"}
+    assert {suite.get("name") for suite in suites} == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == ["report.json", "report.xml"]
 
 
@@ -60,6 +61,38 @@ def test_failed_report(run, clone, tmp_path):
     assert done.returncode == 1
     assert json.loads(report.read_text())["holds"] is False
     assert ElementTree.parse(junit).getroot().get("failures") == "1"
+
+
+def test_damaged_data_of_our_own(run, clone):
+    """Pins, pairing and refusals are data too: a bad file is named, with the place."""
+    pins = clone / "ci" / "pins.json"
+    good = pins.read_text()
+    pins.write_text(good.replace('"default": "5817', '"default": "zzzz'))
+    done = run(clone, "check")
+    assert done.returncode == 2
+    assert "pins.json:6: $.spack.default" in done.stderr and "Traceback" not in done.stderr
+    pins.write_text(good)
+
+    table = clone / "ci" / "refusals.json"
+    table.write_text(table.read_text().replace('"because"', '"becuase"', 1))
+    (clone / "ci" / "pairing.json").write_text("{}")
+    done = run(clone, "check", "--spack", "off")
+    assert done.returncode == 1
+    said = " ".join(done.stdout.split())
+    assert "'because' is a required property" in said
+    assert "ci/pairing.json:1: $: 'rows' is a required property" in said
+
+    repos = clone / "environments" / "common" / "repos.yaml"
+    repos.write_text("repos: {}\n")
+    done = run(clone, "spack", "--version", SPACK_ROOT=str(fake_spack(clone / "s", "1.1.0")))
+    assert done.returncode == 2
+    assert "the pin of spack-packages" in done.stderr
+
+
+def test_reader_that_goes_away(run):
+    command = f"{paths.CI}/check --spack off | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 @pytest.fixture

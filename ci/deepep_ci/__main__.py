@@ -1,8 +1,9 @@
 """Entry point of every command in ci/: python -m deepep_ci COMMAND ARGS..."""
 
+import os
 import sys
 
-from .errors import SetupError
+from .errors import DocumentError, SetupError
 
 
 def main(argv: list[str]) -> int:
@@ -17,10 +18,16 @@ def main(argv: list[str]) -> int:
             from .sources import main as run
         else:
             from .spack import main as run
-        return run(arguments)
-    except SetupError as error:
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
+    except (SetupError, DocumentError) as error:
         print(f"ci/{command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader (head, less) has gone: nothing to say to it, and nothing at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print(f"ci/{command}: interrupted; nothing was changed", file=sys.stderr)
         return 130

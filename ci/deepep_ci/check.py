@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     spack, report = _find_spack(options.spack)
     for environment in chosen:
         _check_offline(environment, report)
-    if spack:
+    if _check_refusal_table(report) and spack:
         _check_with_spack(spack, chosen, report)
     order = [environment.name for environment in chosen] + ["refusals"]
     report.results.sort(key=lambda result: order.index(result.environment))
@@ -144,7 +144,10 @@ def _check_with_spack(spack: Spack, chosen: list[Environment], report: Report) -
             for results in [*first, *rest]:
                 report.results += results
     with step("asking for what must be refused"):
-        _check_refusals(spack, report)
+        for refused in refusals.check(spack):
+            status = "fail" if refused.problem else "pass"
+            text = refused.problem or _shorten(refused.message)
+            report.add("refusals", refused.identifier, status, text, refused.seconds)
 
 
 def _concretize(spack: Spack, environment: Environment) -> list[Result]:
@@ -175,14 +178,15 @@ def _check_drift(report: Report, environment: Environment, new: Lock) -> None:
         report.add(environment.name, "drift", "pass", "none")
 
 
-def _check_refusals(spack: Spack, report: Report) -> None:
+def _check_refusal_table(report: Report) -> bool:
+    """Whether the table of refusals can be used; without Spack that is all that can be said."""
     try:
-        for refused in refusals.check(spack):
-            status = "fail" if refused.problem else "pass"
-            text = refused.problem or _shorten(refused.message)
-            report.add("refusals", refused.identifier, status, text, refused.seconds)
+        entries = refusals.table()
     except DocumentError as error:
         report.add("refusals", "table", "fail", str(error))
+        return False
+    report.add("refusals", "table", "pass", f"{len(entries)} specs that must not concretize")
+    return True
 
 
 def _shorten(message: str, length: int = 110) -> str:

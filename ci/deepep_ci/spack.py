@@ -203,8 +203,13 @@ def _scope(spack: Spack) -> Path:
 
 
 def _pin_of_builtin() -> str:
-    repos = load_yaml(paths.ENVIRONMENTS / "common" / "repos.yaml")["repos"]
-    return repos["builtin"]["commit"]
+    path = paths.ENVIRONMENTS / "common" / "repos.yaml"
+    try:
+        return load_yaml(path)["repos"]["builtin"]["commit"]
+    except (KeyError, TypeError):
+        raise SetupError(
+            f"{path} has no repos: builtin: commit:, the pin of spack-packages"
+        ) from None
 
 
 def _drop_stale_indexes(misc_cache: Path) -> None:
