@@ -159,8 +159,9 @@ def test_spack_root_without_spack(tmp_path, monkeypatch, capsys):
     assert "holds no Spack" in capsys.readouterr().err
 
 
-def test_site_file_that_is_missing(run):
-    done = run(paths.TOP, "spack", "--version", DEEPEP_SITE_YAML="/nonexistent/site.yaml")
+@pytest.mark.parametrize("command", [["spack", "--version"], ["check"], ["lock", "h100-site"]])
+def test_site_file_that_is_missing(run, command):
+    done = run(paths.TOP, *command, DEEPEP_SITE_YAML="/nonexistent/site.yaml")
     assert done.returncode == 2
     assert "DEEPEP_SITE_YAML=/nonexistent/site.yaml: no such file" in done.stderr
 

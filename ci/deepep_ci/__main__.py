@@ -10,6 +10,7 @@ def main(argv: list[str]) -> int:
     """Runs one command. Returns its exit code: 0 holds, 1 a check failed, 2 set-up or usage."""
     command, arguments = argv[0], argv[1:]
     try:
+        _check_site_file()
         if command == "check":
             from .check import main as run
         elif command == "lock":
@@ -31,6 +32,13 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"ci/{command}: interrupted; nothing was changed", file=sys.stderr)
         return 130
+
+
+def _check_site_file() -> None:
+    """A site file that is named but missing is a mistake, whatever else can or cannot be had."""
+    site = os.environ.get("DEEPEP_SITE_YAML")
+    if site and not os.path.isfile(site):
+        raise SetupError(f"DEEPEP_SITE_YAML={site}: no such file")
 
 
 if __name__ == "__main__":

@@ -78,8 +78,7 @@ def environment() -> dict[str, str]:
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     site = kept.get("DEEPEP_SITE_YAML")
     if site:
-        if not Path(site).is_file():
-            raise SetupError(f"DEEPEP_SITE_YAML={site}: no such file")
+        # Spack resolves it against the environment's folder, people mean their own
         kept["DEEPEP_SITE_YAML"] = str(Path(site).resolve())
     return kept
 
