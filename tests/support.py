@@ -17,7 +17,7 @@ PYPI_FILE = (
     "nvidia_nvshmem_cu13-{release}-py3-none-manylinux2014_{machine}.manylinux_2_17_{machine}.whl"
 )
 
-#: Layout of RC queue pairs, transport plug-in's SOVERSION by NVSHMEM release
+#: Layout of RC queue pairs by NVSHMEM release of the recipe
 NVSHMEM_LAYOUT = {
     "3.4.5-cu13": "v1",
     "3.5.19": "v2",
