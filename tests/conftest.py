@@ -57,29 +57,10 @@ def any_spack(request, pins):
 
 def _git_tree(url: str, commit: str, target: Path) -> Path:
     """A checkout of a commit below the cache, made once."""
-    if not target.is_dir():
-        fresh = target.with_name(f"{target.name}.new.{os.getpid()}")
-        fresh.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            for arguments in (
-                ["init", "--quiet", str(fresh)],
-                ["-C", str(fresh), "fetch", "--quiet", "--depth", "1", url, commit],
-                ["-C", str(fresh), "-c", "advice.detachedHead=false", "checkout", "-q", commit],
-            ):
-                done = subprocess.run(
-                    ["git", *arguments],
-                    capture_output=True,
-                    text=True,
-                    timeout=120,
-                    env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
-                )
-                if done.returncode:
-                    missing("sources", f"{url} cannot be fetched: {done.stderr.strip()[-200:]}")
-            if not target.is_dir():
-                fresh.rename(target)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-    return target
+    try:
+        return spack.checkout(url, commit, target)
+    except SetupError as error:
+        missing("sources", f"{url} cannot be fetched: {error}")
 
 
 @pytest.fixture(scope="session")

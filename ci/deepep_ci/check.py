@@ -16,6 +16,10 @@ from .progress import step
 from .report import Report, Result, print_table, write_json, write_junit
 from .spack import Spack, find
 
+#: Checks of every environment, in this order
+CHECKS = ("files", "lock", "patches", "pairing", "concretize", "drift")
+WITH_SPACK = ("concretize", "drift")
+
 EPILOG = """\
 checks of each environment: (files) spack.yaml and expect.json against their schemas; (lock)
 spack.lock keeps expect.json's promises; (patches) patch files, index and lock agree; (pairing) the
@@ -46,8 +50,11 @@ def main(arguments: list[str]) -> int:
     spack, report = _find_spack(options.spack)
     for environment in chosen:
         _check_offline(environment, report)
-    if _check_refusal_table(report) and spack:
+    refusals_usable = _check_refusal_table(report)
+    if spack:
         _check_with_spack(spack, chosen, report)
+    _check_refusals(spack if refusals_usable else None, report)
+    _skip_the_rest(chosen, report)
     order = [environment.name for environment in chosen] + ["refusals"]
     report.results.sort(key=lambda result: order.index(result.environment))
     print_table(report)
@@ -143,11 +150,31 @@ def _check_with_spack(spack: Spack, chosen: list[Environment], report: Report) -
             rest = pool.map(lambda environment: _concretize(spack, environment), chosen[1:])
             for results in [*first, *rest]:
                 report.results += results
+
+
+def _check_refusals(spack: Spack | None, report: Report) -> None:
+    if spack is None:
+        report.add("refusals", "solver", "skip", "not asked: needs Spack and a valid table")
+        return
     with step("asking for what must be refused"):
         for refused in refusals.check(spack):
             status = "fail" if refused.problem else "pass"
             text = refused.problem or _shorten(refused.message)
             report.add("refusals", refused.identifier, status, text, refused.seconds)
+
+
+def _skip_the_rest(chosen: list[Environment], report: Report) -> None:
+    """A check that did not run is told as skipped, never left out."""
+    done = {(result.environment, result.check) for result in report.results}
+    for environment in chosen:
+        for check in CHECKS:
+            if (environment.name, check) not in done:
+                reason = (
+                    "needs Spack, and a solution"
+                    if check in WITH_SPACK
+                    else "needs the files above"
+                )
+                report.add(environment.name, check, "skip", reason)
 
 
 def _concretize(spack: Spack, environment: Environment) -> list[Result]:

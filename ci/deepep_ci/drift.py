@@ -51,14 +51,8 @@ def _changes(old: Package, new: Package) -> list[Drift]:
     if old.patches != new.patches:
         found.append(Drift(kind, new.name, f"patches {_short(old)} -> {_short(new)}"))
     if old.external != new.external:
-        place = "site" if site else "spec"
-        found.append(
-            Drift(
-                "host" if new.host_specific else place,
-                new.name,
-                f"prefix {old.external or 'built'} -> {new.external or 'built'}",
-            )
-        )
+        text = f"prefix {old.external or 'built'} -> {new.external or 'built'}"
+        found.append(Drift(kind, new.name, text))
     if old.os != new.os:
         found.append(Drift("host", new.name, f"os {old.os} -> {new.os}"))
     if old.package_hash != new.package_hash and not found:

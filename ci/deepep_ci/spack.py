@@ -128,18 +128,28 @@ def pinned_clone(url: str, commit: str) -> Path:
     if target.is_dir():
         return target
     with _lock("spack.lock"), step(f"cloning Spack {commit[:12]}"):
-        if target.is_dir():
-            return target
-        fresh = target.with_name(f"{target.name}.new.{os.getpid()}")
         try:
-            _git("init", "--quiet", str(fresh))
-            _git("-C", str(fresh), "fetch", "--quiet", "--depth", "1", url, commit)
-            _git(
-                "-C", str(fresh), "-c", "advice.detachedHead=false", "checkout", "--quiet", commit
-            )
+            return checkout(url, commit, target)
+        except SetupError as error:
+            raise SetupError(f"Spack cannot be cloned: {error}") from None
+
+
+def checkout(url: str, commit: str, target: Path) -> Path:
+    """A shallow checkout of a commit in a folder, made on first use. Raises SetupError."""
+    if target.is_dir():
+        return target
+    fresh = target.with_name(f"{target.name}.new.{os.getpid()}")
+    fresh.parent.mkdir(parents=True, exist_ok=True)
+    detached = ["-c", "advice.detachedHead=false"]
+    try:
+        _git("init", "--quiet", str(fresh))
+        _git("-C", str(fresh), "fetch", "--quiet", "--depth", "1", url, commit)
+        _git("-C", str(fresh), *detached, "checkout", "--quiet", commit)
+        # Another process may have been quicker; its checkout is as good
+        if not target.is_dir():
             fresh.rename(target)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
     return target
 
 
@@ -161,7 +171,7 @@ def _git(*arguments: str) -> None:
         raise SetupError(f"git {arguments[0]} took longer than {CLONE_TIMEOUT} s") from None
     if done.returncode:
         reason = done.stderr.strip().splitlines() or ["no reason given"]
-        raise SetupError(f"Spack cannot be cloned: {reason[-1]}")
+        raise SetupError(reason[-1])
 
 
 @contextmanager

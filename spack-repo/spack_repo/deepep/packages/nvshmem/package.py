@@ -145,7 +145,7 @@ class Nvshmem(BuiltinNvshmem):
 
     def url_for_version(self, version):
         # Spack asks this for versions with a url of their own too
-        return self.versions[version].get("url") or super().url_for_version(version)
+        return self.versions.get(version, {}).get("url") or super().url_for_version(version)
 
 
 class GenericBuilder(generic.GenericBuilder):
