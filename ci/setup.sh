@@ -1,5 +1,6 @@
 # Sourced by the commands in ci/. Makes the virtual environment of requirements.txt on first use
 # and sets: ci (this folder), python (the environment's interpreter), DEEPEP_CACHE (exported).
+# With plain_python set, python is the machine's own and nothing is made.
 set -euo pipefail
 
 ci=$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -22,22 +23,43 @@ find_python() {
   return 1
 }
 
-make_venv() {
-  local base new log
-  base=$(find_python) || stop "needs Python 3.10 or later with venv (Debian: apt install python3-venv;" \
+need_python() {
+  find_python || stop "needs Python 3.10 or later with venv (Debian: apt install python3-venv;" \
     "RHEL: dnf install python3.12); or name one: DEEPEP_PYTHON=/path/to/python3"
+}
+
+pip_install() {
+  set -- install --quiet --no-deps --only-binary :all: --require-hashes --disable-pip-version-check \
+    -r "$ci/requirements.txt"
+  if [ -f "$wheels/../MANIFEST.json" ]; then
+    # Nothing of a configured index, which may not be there: this tree brings its wheels
+    PIP_CONFIG_FILE=/dev/null "$new/bin/python" -m pip --isolated "$@" --no-index --find-links "$wheels"
+  else
+    "$new/bin/python" -m pip "$@"
+  fi
+}
+
+make_venv() {
+  local base new log wheels=$ci/../airgap/wheels
+  base=$(need_python) || exit
   new=$venv.new.$$
   log=$DEEPEP_CACHE/setup.log
   printf 'ci: first use, setting up %s (about 15 s) ...\n' "$venv" >&2
-  if ! { "$base" -m venv "$new" && "$new/bin/python" -m pip install --quiet --no-deps --only-binary :all: \
-      --require-hashes --disable-pip-version-check -r "$ci/requirements.txt"; } >"$log" 2>&1; then
+  if ! { "$base" -m venv "$new" && pip_install; } >"$log" 2>&1; then
     rm -rf "$new"
     tail -n 5 "$log" >&2
+    [ ! -f "$wheels/../MANIFEST.json" ] || stop "cannot install ci/requirements.txt (log: $log): airgap/wheels is for the" \
+      "Pythons and the machine that airgap/MANIFEST.json names; name one: DEEPEP_PYTHON=/path/to/python3.12"
     stop "cannot install ci/requirements.txt (log: $log): pip needs a package index, or a folder of" \
       "wheels: PIP_NO_INDEX=1 PIP_FIND_LINKS=/path"
   fi
   mv "$new" "$venv"
 }
+
+if [ -n "${plain_python-}" ]; then
+  python=$(need_python)
+  return
+fi
 
 venv=$DEEPEP_CACHE/venv-$(sha256sum "$ci/requirements.txt" | cut -c1-12)
 python=$venv/bin/python

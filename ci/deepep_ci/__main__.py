@@ -10,13 +10,17 @@ def main(argv: list[str]) -> int:
     """Runs one command. Returns its exit code: 0 holds, 1 a check failed, 2 set-up or usage."""
     command, arguments = argv[0], argv[1:]
     try:
-        _check_site_file()
+        # What is unpacked may hold the site file that is named
+        if (command, arguments[:1]) != ("airgap", ["unpack"]):
+            _check_site_file()
         if command == "check":
             from .check import main as run
         elif command == "lock":
             from .lock import main as run
         elif command == "sources":
             from .sources import main as run
+        elif command == "airgap":
+            from .airgap import main as run
         else:
             from .spack import main as run
         code = run(arguments)

@@ -8,11 +8,15 @@ from .paths import CI
 
 PATH = CI / "pairing.json"
 
+#: The patches of the queue-pair lookup, and what the table calls them; others do not touch it
+LOOKUP = {"deep-ep-564-rc-layout.patch": "#564", "deep-ep-rc-bound.patch": "bound"}
+
 
 def table() -> dict[str, Any]:
     """The table: {"rows": [{"deepep", "rc_layout_backport", "nvshmem": {version: cell}}]}.
 
-    A cell is "refused", or the list of the patches the solver applies ([]: nothing needed).
+    A cell is "refused", or the list of the lookup's patches that the solver applies ([]: nothing
+    needed).
     """
     return validated(PATH, "pairing")
 
@@ -21,8 +25,7 @@ def cell_text(cell: Any) -> str:
     """A cell in words."""
     if cell == "refused":
         return "refused"
-    names = {"deep-ep-564-rc-layout.patch": "#564", "deep-ep-rc-bound.patch": "bound"}
-    return " + ".join(names.get(name, name) for name in cell) or "nothing needed"
+    return " + ".join(LOOKUP.get(name, name) for name in cell) or "nothing needed"
 
 
 def row_of(lock: Lock) -> tuple[str, Any] | None:

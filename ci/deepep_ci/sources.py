@@ -1,11 +1,13 @@
 """ci/sources DIR: a Spack source mirror of every file the locks need."""
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +44,20 @@ class Source:
         target = mirror / self.path
         if not target.is_file():
             return "missing"
-        return "damaged" if self.sha256 and sha256(target) != self.sha256 else "ok"
+        if self.sha256:
+            return "ok" if sha256(target) == self.sha256 else "damaged"
+        return "ok" if _ends_well(target) else "damaged"
+
+
+def _ends_well(archive: Path) -> bool:
+    """Whether a packed git tree is whole. It has no known checksum, but its compression has."""
+    try:
+        with gzip.open(archive) as stream:
+            while stream.read(1 << 20):
+                pass
+    except (OSError, EOFError, zlib.error):
+        return False
+    return True
 
 
 def main(arguments: list[str]) -> int:
@@ -65,7 +80,13 @@ def main(arguments: list[str]) -> int:
     spack = find()
     problems = []
     for environment in chosen:
-        problems += _fill(spack, environment, mirror)
+        sources = needed(spack, environment)
+        found = fill(spack, environment, mirror, sources)
+        good = sum(source.state(mirror) == "ok" for source in sources)
+        print(f"{environment.name}: {good} of {len(sources)} files in {mirror}")
+        for problem in found:
+            print(f"  {problem}")
+        problems += found
     return int(bool(problems))
 
 
@@ -99,15 +120,17 @@ class _locked_copy:
         self.scratch.__exit__(*exception)  # type: ignore[arg-type]
 
 
-def _fill(spack: Spack, environment: Environment, mirror: Path) -> list[str]:
-    sources = needed(spack, environment)
+def fill(spack: Spack, environment: Environment, mirror: Path, sources: list[Source]) -> list[str]:
+    """Fetches into the mirror what is missing there. Returns a line or more for each file that
+    cannot be had or is damaged."""
     missing = [source for source in sources if source.state(mirror) == "missing"]
     reasons: dict[str, str] = {}
     for source in missing:
         if source.pypi:
             with step(f"pip download {source.file_name}"):
                 reasons[source.path] = fetch_by_pip(source, mirror)
-    others = sorted({source.hash for source in missing if not source.pypi})
+    # What pip cannot get may be in a mirror of Spack's configuration
+    others = sorted({source.hash for source in missing if source.state(mirror) == "missing"})
     if others:
         with step(f"fetching {len(others)} packages of {environment.name} through Spack"):
             _mirror_create(spack, environment, mirror, others)
@@ -122,11 +145,10 @@ def _fill(spack: Spack, environment: Environment, mirror: Path) -> list[str]:
             problems.append(
                 f"{source.package}: {mirror / source.path} does not have sha256 "
                 f"{source.sha256}: remove it and run again"
+                if source.sha256
+                else f"{source.package}: {mirror / source.path} is cut or damaged: remove it and "
+                "run again"
             )
-    good = sum(source.state(mirror) == "ok" for source in sources)
-    print(f"{environment.name}: {good} of {len(sources)} files in {mirror}")
-    for problem in problems:
-        print(f"  {problem}")
     return problems
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def environment() -> dict[str, str]:
     kept["SPACK_USER_CACHE_PATH"] = str(paths.cache() / "user")
     # The interpreter with clingo: Spack then bootstraps nothing
     kept["SPACK_PYTHON"] = sys.executable
-    kept["GIT_TERMINAL_PROMPT"] = "0"
+    kept.update(_git_environment())
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     site = kept.get("DEEPEP_SITE_YAML")
     if site:
@@ -153,13 +154,87 @@ def checkout(url: str, commit: str, target: Path) -> Path:
     return target
 
 
+def bare(url: str, commit: str, target: Path) -> None:
+    """A new bare repository that serves one commit, without its history. Raises SetupError."""
+    # No template: nothing of this machine's hooks
+    _git("init", "--quiet", "--bare", "--template=", str(target))
+    here = ["-C", str(target), "-c", "gc.auto=0", "-c", "maintenance.auto=false"]
+    _git(*here, "fetch", "--quiet", "--depth", "1", "--no-tags", url, commit)
+    _git(*here, "update-ref", "refs/heads/pinned", commit)
+    _git(*here, "symbolic-ref", "HEAD", "refs/heads/pinned")
+    # An old git asks for a branch's tip only
+    _git(*here, "config", "uploadpack.allowAnySHA1InWant", "true")
+    (target / "FETCH_HEAD").unlink()
+
+
+def airgap() -> Path | None:
+    """What an unpacked archive of ci/airgap brings (git/, mirror/, wheels/), None elsewhere."""
+    folder = paths.TOP / "airgap"
+    return folder if (folder / "MANIFEST.json").is_file() else None
+
+
+def _git_environment() -> dict[str, str]:
+    """Environment variables of every git: in an unpacked archive its repositories serve the pins.
+
+    A configuration file and not GIT_CONFIG_COUNT, which git keeps from the process that serves a
+    local repository: that one then refuses what another user has unpacked. The user's own
+    configuration is included; the first of two entries for an address holds, which is ours.
+    """
+    folder = airgap()
+    if not folder:
+        return {"GIT_TERMINAL_PROMPT": "0"}
+    _check_git()
+    lines = []
+    served = {"spack.git": pins()["spack"]["git"], "spack-packages.git": builtin()["git"]}
+    for name, url in served.items():
+        path = _quoted(str(folder.resolve() / "git" / name))
+        lines += ["[safe]", f"\tdirectory = {path}"]
+        lines += [f"[url {path}]", f"\tinsteadOf = {_quoted(url)}"]
+    home = Path(os.environ.get("HOME") or "/")
+    users = [Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "git" / "config"]
+    users += [home / ".gitconfig"]
+    caller = Path(os.environ.get("GIT_CONFIG_GLOBAL") or "/").absolute()
+    # A command within one of ours comes with our own, which must not include itself
+    if caller != Path("/") and caller.suffixes != [".airgap", ".gitconfig"]:
+        users = [caller]
+    for user in users:
+        lines += ["[include]", f"\tpath = {_quoted(str(user))}"]
+    text = "\n".join(lines) + "\n"
+    target = paths.cache() / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.airgap.gitconfig"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = target.with_name(f"{target.name}.{os.getpid()}")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.rename(target)
+    return {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_GLOBAL": str(target)}
+
+
+def _quoted(text: str) -> str:
+    """A text as git's configuration quotes it."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+@cache
+def _check_git() -> None:
+    """Raises SetupError for a git that does not know GIT_CONFIG_GLOBAL."""
+    git = shutil.which("git")
+    if not git:
+        raise SetupError("git is not installed")
+    done = subprocess.run([git, "--version"], capture_output=True, text=True, check=False)
+    if _numbers(done.stdout) < [2, 32]:
+        raise SetupError(
+            f"{git} is {done.stdout.strip() or 'broken'}: an unpacked archive of ci/airgap needs "
+            "2.32 or later; put one first on PATH"
+        )
+
+
 def _git(*arguments: str) -> None:
     # Give up on a connection that says nothing for 20 s
     slow = ["-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=20"]
     try:
         done = subprocess.run(
             ["git", *slow, *arguments],
-            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
+            env={**os.environ, **_git_environment()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -185,14 +260,16 @@ def _lock(name: str) -> Iterator[None]:
 
 def _scope(spack: Spack) -> Path:
     """Our configuration scope, written when it does not say what it should."""
-    state = paths.cache() / "state"
     content = {
-        # By namespace and not by commit does Spack name its indexes: one set for each pin
-        "config": {"config": {"misc_cache": str(state / f"index-{_pin_of_builtin()[:12]}")}},
+        "config": {"config": {"misc_cache": str(_misc_cache())}},
         # The solver comes from our virtual environment
         "bootstrap": {"bootstrap": {"enable": False}},
         "packages": {"packages": _compilers()},
     }
+    folder = airgap()
+    if folder:
+        mirror = {"url": (folder.resolve() / "mirror").as_uri(), "source": True, "binary": False}
+        content["mirrors"] = {"mirrors": {"airgap": mirror}}
     if _has_compilers(spack.root / "etc" / "spack"):
         del content["packages"]
     text = json.dumps(content, sort_keys=True)
@@ -207,37 +284,47 @@ def _scope(spack: Spack) -> Path:
                     target = fresh / f"{section}.yaml"
                     target.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
                 fresh.rename(folder)
-    _drop_stale_indexes(Path(content["config"]["config"]["misc_cache"]))
     return folder
 
 
-def _pin_of_builtin() -> str:
+def builtin() -> dict[str, str]:
+    """The pin of spack-packages: git (its address) and commit."""
     path = paths.ENVIRONMENTS / "common" / "repos.yaml"
     try:
-        return load_yaml(path)["repos"]["builtin"]["commit"]
+        repository = load_yaml(path)["repos"]["builtin"]
+        return {"git": repository["git"], "commit": repository["commit"]}
     except (KeyError, TypeError):
         raise SetupError(
-            f"{path} has no repos: builtin: commit:, the pin of spack-packages"
+            f"{path} has no repos: builtin: git: and commit:, the pin of spack-packages"
         ) from None
 
 
-def _drop_stale_indexes(misc_cache: Path) -> None:
-    """Removes Spack's indexes of our recipes if these changed: it looks at package.py's time only,
-    and then cannot find an edited patch."""
+def _misc_cache() -> Path:
+    """Spack's indexes and solver cache for these recipes and this pin, and for no others.
+
+    Spack names an index by namespace, and looks at package.py's time only: with another clone's
+    recipes, or an edited patch, it answers from the wrong one ("Couldn't find patch ...").
+    """
     digest = hashlib.sha256()
     for path in sorted([*paths.RECIPES.rglob("*"), *paths.PATCHES.glob("*.patch")]):
         if path.is_file() and path.suffix in (".py", ".patch", ".cmake"):
             digest.update(path.name.encode() + path.read_bytes())
-    stamp = misc_cache / "deepep.sha256"
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == digest.hexdigest():
-        return
-    misc_cache.mkdir(parents=True, exist_ok=True)
+    state = paths.cache() / "state"
+    pin = builtin()["commit"][:12]
+    target = state / f"index-{pin}-{digest.hexdigest()[:12]}"
+    if target.is_dir():
+        return target
     with _lock("index.lock"):
-        for index in misc_cache.glob("*/deepep-*.json"):
-            index.unlink(missing_ok=True)
-        fresh = stamp.with_name(f"{stamp.name}.{os.getpid()}")
-        fresh.write_text(digest.hexdigest(), encoding="utf-8")
-        fresh.rename(stamp)
+        if not target.is_dir():
+            fresh = target.with_name(f"{target.name}.new.{os.getpid()}")
+            fresh.mkdir(parents=True)
+            # The indexes of spack-packages are the same, and take the longest to make
+            for index in state.glob(f"index-{pin}-????????????/*/builtin-*"):
+                copy = fresh / index.parent.name / index.name
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy2(index, copy)
+            fresh.rename(target)
+    return target
 
 
 def _has_compilers(config: Path) -> bool:
