@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from deepep_ci import paths, sources, spack
 from deepep_ci.errors import SetupError
+from host_site import Site, Unavailable, pytorch_with_nvshmem, site_document
 from support import DEEPEP_COMMITS, PYPI_FILE, recipe_wheels
 
 #: Set in CI that has to have Spack: a tier that cannot run is then an error, not a skip
@@ -154,6 +155,45 @@ def verbs_include():
     return target
 
 
+@pytest.fixture(scope="session")
+def pytorch():
+    """Function: NVSHMEM release -> prefix of a real CUDA 13 PyTorch that brings that release."""
+
+    def prefix(release: str) -> Path:
+        try:
+            return pytorch_with_nvshmem(release)
+        except Unavailable as error:
+            missing("build", str(error))
+
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def make_site(pinned_spack, cuda_home, nvcc):
+    """Function (folder's name, PyTorch's prefix, environment) -> a Site, not yet installed."""
+
+    def make(name: str, pytorch: Path, environment: str = "h100-site", **more) -> Site:
+        try:
+            document = site_document(cuda_home, pytorch)
+        except Unavailable as error:
+            missing("build", str(error))
+        document.update(more)
+        site = Site(pinned_spack, paths.cache() / "tests" / name, document, environment)
+        site.prepare()
+        return site
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def site(make_site, pytorch, deepep_tree):
+    """h100-site, really installed with this machine's CUDA and PyTorch; minutes the first time."""
+    deepep_tree("1.2.1-4214430")  # says why the sources cannot be had before Spack is asked
+    site = make_site("site", pytorch("3.6.5"))
+    site.install()
+    return site
+
+
 @pytest.fixture
 def clone(tmp_path):
     """A copy of this repository's files to damage: function (relative path) -> path in it."""
@@ -202,6 +242,13 @@ def offline(run, clone):
         return done.returncode, table
 
     return call
+
+
+def pytest_collection_modifyitems(items):
+    # One store and two cores: builds go after each other, in one worker
+    for item in items:
+        if item.get_closest_marker("build"):
+            item.add_marker(pytest.mark.xdist_group("build"))
 
 
 def pytest_report_header():

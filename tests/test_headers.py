@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 from lookup.lookup import header_facts
+from spack_repo.deepep import evidence
 from support import NVSHMEM_LAYOUT, recipe_wheels
 
 # nvcc, as DeepEP's kernels see the headers: the types, their size, and the field that only v2 has
@@ -21,6 +22,9 @@ static_assert(sizeof(state) == 8384);
 static_assert(std::is_same_v<state, nvshmemi_ibgda_device_state_v1> == IS_V1);
 static_assert(has_default_rc<state>::value == !IS_V1);
 static_assert(NVSHMEM_VENDOR_VERSION == VERSION);
+// What evidence.py reads in device code
+static_assert(offsetof(nvshmemi_device_host_state_t, npes) == NPES);
+static_assert(offsetof(state, num_rc_per_pe) == NUM_RC_PER_PE);
 """
 
 
@@ -32,6 +36,8 @@ def number(version: str) -> int:
 
 def test_every_version_has_a_stated_layout():
     assert set(NVSHMEM_LAYOUT) == set(recipe_wheels())
+    for version, layout in NVSHMEM_LAYOUT.items():
+        assert evidence.expected_layout(version) == layout
 
 
 @pytest.mark.sources
@@ -45,6 +51,7 @@ def test_layout_by_nvcc(version, nvshmem_include, nvcc, cuda_home, verbs_include
     def compiles(v1: bool) -> tuple[bool, str]:
         command = [str(nvcc), "-std=c++17", "-arch=sm_90", "-rdc=true", "-c", str(source)]
         command += ["-o", os.devnull, f"-DIS_V1={int(v1)}", f"-DVERSION={number(version)}"]
+        command += [f"-DNPES={evidence.NPES}", f"-DNUM_RC_PER_PE={evidence.NUM_RC_PER_PE}"]
         for folder in (nvshmem_include(version), verbs_include, cuda_home / "include" / "cccl"):
             command += ["-isystem", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -91,19 +91,19 @@ def forbidden(document, nodes):
 
 
 def no_promise(_, nodes):
-    nodes["ninja"]["version"] = "1.0"
+    nodes["py-nvidia-ml-py"]["version"] = "1.0"
 
 
 TAMPERED = [
-    (no_promise, "ninja@1.0 was edited by hand, its hash is not that of its content"),
+    (no_promise, "py-nvidia-ml-py@1.0 was edited by hand, its hash is not that of its content"),
     (version, "nvshmem: version is 3.8.0, 3.6.5 was expected"),
     (variant, "py-deep-ep: variant rc_layout_backport is off, on was expected"),
     (variant_absent, "py-deep-ep: variant hybrid_ep is absent, single_node was expected"),
     (arch, "py-deep-ep: variant cuda_arch is [80], [90] was expected"),
     (target, "rdma-core has target x86_64_v4, x86_64_v3 was expected"),
-    (patch_missing, "py-deep-ep: patches are [deep-ep-564-rc-layout.patch], "),
-    (patch_order, "py-deep-ep: patches are [deep-ep-rc-bound.patch, deep-ep-564-rc-"),
-    (patch_other, "py-deep-ep: patches are [000000000000..., deep-ep-rc-bound.patch]"),
+    (patch_missing, "patches are [deep-ep-564-rc-layout.patch, deep-ep-rc-bound.patch], "),
+    (patch_order, "patches are [deep-ep-loading.patch, deep-ep-rc-bound.patch, deep-"),
+    (patch_other, "patches are [000000000000..., deep-ep-rc-bound.patch, deep-ep-l"),
     (namespace, "nvshmem: namespace is builtin, deepep was expected"),
     (second_nvshmem, "one nvshmem was expected, the lock has 2: 3.4.5-cu13 (aaaaaaa), 3.6.5"),
     (external, "py-torch: is built by Spack, an external was expected"),

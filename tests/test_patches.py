@@ -10,6 +10,7 @@ from deepep_ci import pairing, patches, paths
 from support import DEEPEP_COMMITS
 
 LAYOUT, BOUND = "deep-ep-564-rc-layout.patch", "deep-ep-rc-bound.patch"
+LOADING = "deep-ep-loading.patch"
 
 
 def apply(tree, name, dry=False):
@@ -80,14 +81,33 @@ def test_index_is_whole():
     assert patches.problems() == []
 
 
+@pytest.mark.sources
+@pytest.mark.parametrize("version", [*AFFECTED, *FIXED])
+def test_loading_applies_everywhere(tree, version):
+    """The module is imported after torch and before the extensions, in every revision."""
+    copy = tree(version)
+    code, said = apply(copy, LOADING)
+    assert code == 0 and "fuzz" not in said, said
+    lines = (copy / "deep_ep" / "__init__.py").read_text().splitlines()
+    order = [lines.index(line) for line in ("import torch", "from . import _loading")]
+    extension = next(n for n, line in enumerate(lines) if line.startswith("from deep_ep_cpp"))
+    package = next(n for n, line in enumerate(lines) if line.startswith("from .utils"))
+    assert order == sorted(order) and order[1] < min(extension, package)
+    assert 'NVSHMEM = "@NVSHMEM_VERSION@"' in (copy / "deep_ep" / "_loading.py").read_text()
+    assert apply(copy, LOADING, dry=True)[0] != 0, "it must not apply twice"
+
+
 def test_readme_tells_the_index():
     text = (paths.PATCHES / "README.md").read_text()
     for name, entry in patches.index().items():
         assert name in text
         assert entry["sha256"] in text, f"README.md has another sha256 for {name}"
-        assert re.search(r"pull/\d+", entry["upstream"]).group() in text
+        # Ours alone are said to be so
+        pull = re.search(r"pull/\d+", entry["upstream"])
+        assert (pull.group() if pull else f"| `{name}` | none: ours |") in text
 
 
 def test_provenance_is_stated():
     for entry in json.loads((paths.PATCHES / "index.json").read_text())["patches"].values():
-        assert entry["upstream"].startswith("https://github.com/deepseek-ai/DeepEP/pull/")
+        upstream = entry["upstream"]
+        assert upstream == "none" or "/deepseek-ai/DeepEP/pull/" in upstream

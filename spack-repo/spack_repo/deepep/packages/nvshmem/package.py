@@ -4,6 +4,7 @@
 
 import os
 import platform
+import sys
 import zipfile
 
 from spack_repo.builtin.build_systems import generic
@@ -11,6 +12,8 @@ from spack_repo.builtin.build_systems.python import PythonPackage
 from spack_repo.builtin.packages.nvshmem.package import Nvshmem as BuiltinNvshmem
 
 from spack.package import *
+
+from spack_repo.deepep import evidence
 
 #: NVIDIA's binary distribution, PyPI's nvidia-nvshmem-cu13: {version: {machine: (sha256, folder)}}
 #: with sha256 and content-addressed folder as PyPI's index lists them
@@ -81,6 +84,10 @@ _wheels = {
 _spack_version = {"3.4.5": "3.4.5-cu13"}
 
 
+#: Transports that use libibverbs or libmlx5
+_infiniband_transports = ("ibgda", "ibrc", "ibdevx")
+
+
 class _Wheel(PythonPackage):
     """Knows, as every PyPI package in Spack, where PyPI keeps its files."""
 
@@ -147,6 +154,38 @@ class Nvshmem(BuiltinNvshmem):
         # Spack asks this for versions with a url of their own too
         return self.versions.get(version, {}).get("url") or super().url_for_version(version)
 
+    def check_transports(self):
+        """The InfiniBand transports find the spec's rdma-core before the system's."""
+        ours = os.path.realpath(self.spec["rdma-core"].prefix.lib)
+        for transport in _infiniband_transports:
+            plugins = find(self.prefix.lib, f"nvshmem_transport_{transport}.so.*")
+            if not plugins:
+                raise evidence.EvidenceError(f"{self.prefix.lib} has no transport {transport}")
+            for plugin in plugins:
+                folders = [os.path.realpath(f) for f in evidence.dynamic(plugin).rpath]
+                if ours not in folders and filter_system_paths([ours]):
+                    raise evidence.EvidenceError(f"{plugin} does not look into {ours}")
+
+    def check_host_library(self):
+        """The host library loads, without a GPU, and says that it is of the spec's release."""
+        release = str(self.spec.version.up_to(3))
+        library = join_path(self.prefix.lib, "libnvshmem_host.so.3")
+        found = evidence.loaded_by([sys.executable], [library])["nvshmem"]
+        if list(found.values()) != [release]:
+            raise evidence.EvidenceError(f"{library} says it is NVSHMEM {found}, not {release}")
+
+    def test_transports(self):
+        """the InfiniBand transports find the spec's rdma-core"""
+        if not self.spec.satisfies("build_system=generic"):
+            raise SkipTest("a source build has no rdma-core in its spec")
+        self.check_transports()
+
+    def test_host_library(self):
+        """the host library loads and is of the spec's release"""
+        if not self.spec.satisfies("build_system=generic"):
+            raise SkipTest("a source build is tested by NVSHMEM's own tests")
+        self.check_host_library()
+
 
 class GenericBuilder(generic.GenericBuilder):
     """Unpacks the wheel's files, and completes what a build against them needs."""
@@ -184,7 +223,7 @@ class GenericBuilder(generic.GenericBuilder):
         """Lets the transports find the spec's libibverbs and libmlx5 before the system's."""
         rpath = ["$ORIGIN"] + filter_system_paths([spec["rdma-core"].prefix.lib])
         patchelf = which("patchelf", required=True)
-        for transport in ("ibgda", "ibrc", "ibdevx"):
+        for transport in _infiniband_transports:
             for plugin in find(prefix.lib, f"nvshmem_transport_{transport}.so.*"):
                 patchelf("--force-rpath", "--set-rpath", ":".join(rpath), plugin)
 
@@ -213,3 +252,11 @@ class GenericBuilder(generic.GenericBuilder):
         )
         if found != release:
             raise InstallError(f"{header} is of NVSHMEM {found}, not of {release}")
+
+    @run_after("install")
+    def check_installed(self):
+        try:
+            self.pkg.check_transports()
+            self.pkg.check_host_library()
+        except evidence.EvidenceError as error:
+            raise InstallError(f"nvshmem: {error}") from None

@@ -9,6 +9,9 @@ from spack_repo.builtin.build_systems.python import PythonPackage
 
 from spack.package import *
 
+from spack_repo.deepep import evidence
+from spack_repo.deepep.deep_ep_checks import DeepEpChecks
+
 #: Revisions of branch hybrid-ep: deep_ep_cpp and hybrid_ep_cpp
 _hybrid = ("1.2.1-4214430", "1.2.1-7febc6e", "1.2.1-17cfb81", "1.2.1-94a9f8f")
 
@@ -25,7 +28,7 @@ def _at(versions):
     return "@" + ",".join(f"={v}" for v in versions)
 
 
-class PyDeepEp(PythonPackage, CudaPackage):
+class PyDeepEp(DeepEpChecks, PythonPackage, CudaPackage):
     """DeepEP: expert-parallel dispatch and combine for mixture-of-experts models, over NVLink
     and over InfiniBand by NVSHMEM's GPU-initiated RDMA (IBGDA), and HybridEP."""
 
@@ -188,6 +191,8 @@ class PyDeepEp(PythonPackage, CudaPackage):
     # DeepEP#564 alone runs out of bounds (10 QPs and 20 SMs): patches/README.md
     for _when in (_at(_affected) + " +rc_layout_backport", _at(_fixed)):
         patch("deep-ep-rc-bound.patch", when=f"{_when} broken_on_purpose=none ^nvshmem@3.5.19:")
+    # Which NVSHMEM the process has is checked at import, and stubs stand in for a missing driver
+    patch("deep-ep-loading.patch")
 
     @property
     def revision(self):
@@ -195,6 +200,8 @@ class PyDeepEp(PythonPackage, CudaPackage):
         return self.versions[self.version]["commit"][:7]
 
     def patch(self):
+        release = str(self.spec["nvshmem"].version.up_to(3))
+        self._replace("deep_ep/_loading.py", "@NVSHMEM_VERSION@", release)
         # The stage may have no .git, or sit inside another repository
         self._replace(
             "setup.py",
@@ -236,12 +243,6 @@ class PyDeepEp(PythonPackage, CudaPackage):
         with open(path, "w") as stream:
             stream.write(text.replace(old, new))
 
-    @property
-    def _wheels_include(self):
-        """Where PyTorch's wheels keep CUDA's headers."""
-        platlib = join_path(self.spec["py-torch"].prefix, self.spec["python"].package.platlib)
-        return join_path(platlib, "nvidia", "cu13", "include")
-
     def setup_build_environment(self, env: EnvironmentModifications) -> None:
         spec = self.spec
         cuda = spec["cuda"].prefix
@@ -261,7 +262,7 @@ class PyDeepEp(PythonPackage, CudaPackage):
         env.append_path("CPATH", spec["rdma-core"].prefix.include)
         # PyTorch's headers include cuBLAS's, which its wheels have where the toolkit is trimmed
         if not os.path.exists(join_path(cuda.include, "cublas_v2.h")):
-            env.append_path("CPATH", self._wheels_include)
+            env.append_path("CPATH", self.wheels_include)
         # Build hosts have no driver: libcuda is linked against a stub (DeepEP#606)
         env.append_path("LIBRARY_PATH", join_path(self.stage.path, "stubs"))
         env.append_path("LIBRARY_PATH", join_path(cuda.lib64, "stubs"))
@@ -269,37 +270,51 @@ class PyDeepEp(PythonPackage, CudaPackage):
         env.append_flags("LDFLAGS", "-Wl,--no-as-needed")
         # An NVSHMEM that PyTorch brings finds no rdma-core of its own: have ours in the process
         env.append_flags("LDFLAGS", "-lmlx5 -libverbs")
+        # No path of the build host stays, in debug information or as __FILE__ in assertions
+        env.append_flags("LDFLAGS", "-Wl,--strip-debug")
+        for name, folder in (
+            ("deep_ep", self.stage.source_path),
+            ("nvshmem", spec["nvshmem"].prefix),
+            ("python", spec["python"].package.config_vars["include"]),
+        ):
+            shown = f"-ffile-prefix-map={folder}={name}"
+            env.append_flags("CFLAGS", shown)
+            env.append_flags("NVCC_APPEND_FLAGS", f"-Xcompiler {shown}")
 
     def setup_run_environment(self, env: EnvironmentModifications) -> None:
         env.set("CUDA_HOME", self.spec["cuda"].prefix)
         env.set("NVSHMEM_DIR", self.spec["nvshmem"].prefix)
 
     @run_before("install")
+    def check_before(self):
+        """Better now than after minutes of compiling."""
+        self.checked(self.check_pytorch, self.check_tools)
+
+    @run_before("install")
     def make_driver_stubs(self):
-        """Stand-ins for the driver's libraries, by the SONAME that is loaded at run time."""
+        """Stand-ins to link with for the driver's libraries, by the SONAME of run time."""
         stubs = join_path(self.stage.path, "stubs")
-        mkdirp(stubs)
-        compile_c = Executable(os.environ["CC"])
-        for library, link_name in (
-            ("libcuda.so.1", "libcuda.so"),
-            ("libnvidia-ml.so.1", "libnvidia-ml.so"),
-        ):
-            target = join_path(stubs, library)
-            compile_c("-shared", f"-Wl,-soname,{library}", "-x", "c", os.devnull, "-o", target)
-            symlink(library, join_path(stubs, link_name))
+        for library in ("libcuda.so.1", "libnvidia-ml.so.1"):
+            self._make_stub(stubs, library, [])
+            link_name = join_path(stubs, library[: -len(".1")])
+            if not os.path.lexists(link_name):
+                symlink(library, link_name)
+
+    def _make_stub(self, folder, library, functions):
+        """Makes a library of functions that answer CUDA_ERROR_STUB_LIBRARY."""
+        mkdirp(folder)
+        source = join_path(self.stage.path, f"{library}.c")
+        with open(source, "w") as stream:
+            stream.writelines(f"int {name}(void) {{ return 34; }}\n" for name in functions)
+        soname = f"-Wl,-soname,{library}"
+        target = join_path(folder, library)
+        Executable(os.environ["CC"])("-shared", "-fPIC", soname, source, "-o", target)
 
     @run_before("install")
     def build_doca_objects(self):
         """Builds the 13 DOCA GPUNetIO objects that setup.py copies, not all of NCCL."""
         if not self.spec.satisfies("hybrid_ep=multinode_doca"):
             return
-        # Better now than after minutes of compiling
-        folders = (self.spec["cuda"].prefix.include, self._wheels_include)
-        if not any(os.path.exists(join_path(folder, "nvml.h")) for folder in folders):
-            raise InstallError(
-                f"HybridEP between nodes needs nvml.h, which is not in {' or '.join(folders)}: "
-                "install the toolkit's cuda-nvml-dev package"
-            )
         nccl = join_path(self.stage.source_path, "third-party", "nccl-doca")
         if not os.path.exists(join_path(nccl, "src", "Makefile")):
             raise InstallError(f"{nccl} has no NCCL source: HybridEP's resource is missing")
@@ -314,3 +329,48 @@ class PyDeepEp(PythonPackage, CudaPackage):
         # setup.py installs the whole folder: no make dependencies on the stage in there
         for dependencies in find(build, "*.d"):
             os.remove(dependencies)
+
+    @run_after("install")
+    def install_driver_stubs(self):
+        """What deep_ep/_loading.py loads where there is no driver."""
+        stubs = join_path(self.platlib, "deep_ep", "driver_stubs")
+        extensions = find(self.platlib, "*_ep_cpp.*.so", recursive=False)
+        for library, prefix, more in (
+            # More: what CUDA's runtime asks a driver first
+            ("libcuda.so.1", "cu[A-Z]", ["cuInit", "cuDriverGetVersion", "cuGetProcAddress_v2"]),
+            ("libnvidia-ml.so.1", "nvml[A-Z]", []),
+        ):
+            if any(library in evidence.dynamic(path).needed for path in extensions):
+                names = {n for path in extensions for n in evidence.undefined(path, prefix)}
+                self._make_stub(stubs, library, sorted(names.union(more)))
+
+    @run_after("install")
+    def remove_traces(self):
+        """pip notes the folder it installed from, which is the stage."""
+        for note in find(self.platlib, "direct_url.json"):
+            os.remove(note)
+            filter_file(r"^.*direct_url\.json.*\n", "", join_path(os.path.dirname(note), "RECORD"))
+
+    @run_after("install")
+    def check_after(self):
+        """What was built is what the spec promises."""
+        self.checked(
+            self.check_links,
+            self.check_device_code,
+            self.check_rc_lookup,
+            self.check_clean,
+            self.check_import,
+        )
+
+    def test_links(self):
+        """the extensions find our NVSHMEM and rdma-core"""
+        self.check_links()
+
+    def test_device_code(self):
+        """device code is for the asked architectures, and the queue-pair lookup is right"""
+        self.check_device_code()
+        self.check_rc_lookup()
+
+    def test_import(self):
+        """import deep_ep works, with one NVSHMEM in the process"""
+        self.check_import()
