@@ -69,7 +69,9 @@ def environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("SPACK_") and name not in ("PYTHONPATH", "PYTHONHOME")
+        # The keyring of build caches is the user's choice, not configuration
+        if (not name.startswith("SPACK_") or name == "SPACK_GNUPGHOME")
+        and name not in ("PYTHONPATH", "PYTHONHOME")
     }
     kept["SPACK_DISABLE_LOCAL_CONFIG"] = "1"
     kept["SPACK_USER_CACHE_PATH"] = str(paths.cache() / "user")
@@ -262,8 +264,16 @@ def _scope(spack: Spack) -> Path:
     """Our configuration scope, written when it does not say what it should."""
     content = {
         "config": {"config": {"misc_cache": str(_misc_cache())}},
-        # The solver comes from our virtual environment
-        "bootstrap": {"bootstrap": {"enable": False}},
+        # The solver comes from our virtual environment, gpg and patchelf from PATH: nothing is
+        # fetched. Disabled, Spack would not even look for the gpg that signs build caches
+        "bootstrap": {
+            "bootstrap:": {
+                "enable": True,
+                "root": str(paths.cache() / "state" / "bootstrap"),
+                "sources": [],
+                "trusted": {},
+            }
+        },
         "packages": {"packages": _compilers()},
     }
     folder = airgap()
