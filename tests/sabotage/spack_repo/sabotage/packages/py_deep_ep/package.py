@@ -18,8 +18,6 @@ class PyDeepEp(RealPyDeepEp):
     DEEPEP_TEST_NO_BOUND (prefixes).
     """
 
-    has_code = False
-
     variant(
         "damage",
         default="none",
@@ -43,27 +41,15 @@ class PyDeepEp(RealPyDeepEp):
 
     depends_on("patchelf", type="build")
 
-    # Nothing is unpacked, so nothing is there to patch or to compile
-    patches = {}  # type: ignore[assignment]
-    resources = {}  # type: ignore[assignment]
-
-    def patch(self):
-        pass
-
     def install(self, spec, prefix):
         damage = spec.variants["damage"].value
-        source = os.environ[
-            {"control": "DEEPEP_TEST_CONTROL", "no_bound": "DEEPEP_TEST_NO_BOUND"}.get(
-                damage, "DEEPEP_TEST_BUILT"
-            )
-        ]
-        install_tree(join_path(source, "lib"), prefix.lib, symlinks=True)
-        if damage in ("control", "no_bound"):
-            # These are built without HybridEP: take that from the other
-            rest = os.environ["DEEPEP_TEST_BUILT"]
-            for path in find(join_path(rest, "lib"), "hybrid_ep*"):
-                install(path, join_path(prefix, os.path.relpath(path, rest)))
-        getattr(self, f"damage_{damage}", lambda extension: None)(self.extension("deep_ep_cpp"))
+        install_tree(join_path(os.environ["DEEPEP_TEST_BUILT"], "lib"), prefix.lib, symlinks=True)
+        extension = self.extension("deep_ep_cpp")
+        arm = os.environ.get(f"DEEPEP_TEST_{damage.upper()}")
+        if arm:
+            # Built for real, and broken on purpose
+            install(find_first(arm, "deep_ep_cpp.*.so"), extension)
+        getattr(self, f"damage_{damage}", lambda extension: None)(extension)
 
     def _rpath(self, extension, *folders):
         which("patchelf", required=True)(
@@ -109,7 +95,8 @@ class PyDeepEp(RealPyDeepEp):
 
     def damage_no_nvshmem(self, extension):
         """An extension without internode kernels, as setup.py builds when it finds no NVSHMEM."""
-        target = self._compile(extension, "-gencode", "arch=compute_90,code=sm_90")
+        # One cubin, as the device linker makes it
+        target = self._compile(extension, "-gencode", "arch=compute_90,code=sm_90", "-rdc=true")
         patchelf = which("patchelf", required=True)
         for library in ("libnvshmem_host.so.3", "libmlx5.so.1", "libibverbs.so.1"):
             patchelf("--add-needed", library, target)
