@@ -55,7 +55,14 @@ def registered(tree):
 
 
 def files_below(folder, pattern):
-    return lambda: folder.is_dir() and next(folder.rglob(pattern), None) is not None
+    def found():
+        try:
+            return next(folder.rglob(pattern), None) is not None
+        except FileNotFoundError:
+            # A folder was removed while it was read
+            return False
+
+    return found
 
 
 def test_killed_while_fetching(tree):
@@ -75,7 +82,13 @@ def test_next_run_succeeds(tree):
     assert "rdma-core" in registered(tree)
 
 
-def test_killed_while_installing(tree):
+def contents(prefix):
+    """Names in a prefix, without Spack's own records."""
+    names = {path.relative_to(prefix) for path in prefix.rglob("*")}
+    return {name for name in names if name.parts[0] != ".spack"}
+
+
+def test_killed_while_installing(tree, site):
     """The prefix is half full at that moment; nothing of it counts, and the next run redoes it."""
     prefix = tree.prefix("nvshmem")
     kill_when(tree, "nvshmem", files_below(prefix, "*.h"))
@@ -85,5 +98,4 @@ def test_killed_while_installing(tree):
     tree.run("install", "nvshmem", timeout=600, check=True)
     assert (prefix / "lib" / "libnvshmem_host.so").is_symlink()
     assert "nvshmem" in registered(tree)
-    done = tree.run("verify", "manifest", f"/{tree.nodes()['nvshmem']['hash']}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert contents(prefix) == contents(site.prefix("nvshmem"))
