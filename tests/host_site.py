@@ -159,8 +159,9 @@ class Site:
         digest = hashlib.sha256(site.encode() + self.spack.version.encode())
         for top in (paths.ENVIRONMENTS, paths.RECIPES, paths.PATCHES):
             for path in sorted(top.rglob("*")):
-                # Only what decides the concretization; locks are its result
-                if path.suffix in (".yaml", ".py", ".patch") and "__pycache__" not in path.parts:
+                # Locks are the result of these
+                kinds = (".yaml", ".py", ".patch", ".lua", ".tcl", ".txt", ".sh")
+                if path.suffix in kinds and "__pycache__" not in path.parts:
                     digest.update(path.name.encode() + path.read_bytes())
         stamp, lock = self.folder / "inputs.sha256", self.environment / "spack.lock"
         current = stamp.read_text() if stamp.is_file() else ""

@@ -309,6 +309,12 @@ def _wheels(folder: Path) -> None:
                 + "\n  ".join(errors[-2:])
             )
 
+    for path in folder.glob("*.whl"):
+        # A name in a tar of POSIX's first kind has 100 bytes: one of several platforms is enough
+        head, platforms = path.name.removesuffix(".whl").rsplit("-", 1)
+        if len(path.name) > 100:
+            path.rename(folder / f"{head}-{platforms.split('.')[0]}.whl")
+
 
 def _without_wheel(folder: Path, python: str) -> list[str]:
     """Lines of ci/requirements.txt that no wheel in the folder satisfies for a Python."""
