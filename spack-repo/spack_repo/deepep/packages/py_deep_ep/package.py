@@ -326,9 +326,10 @@ class PyDeepEp(DeepEpChecks, PythonPackage, CudaPackage):
             for source in sources
         ]
         make("-C", join_path(nccl, "src"), f"BUILDDIR={build}", *objects)
-        # setup.py installs the whole folder: no make dependencies on the stage in there
+        # setup.py installs the whole folder: no path of the stage in there
         for dependencies in find(build, "*.d"):
             os.remove(dependencies)
+        which("strip", required=True)("--strip-debug", *objects)
 
     @run_after("install")
     def install_driver_stubs(self):
