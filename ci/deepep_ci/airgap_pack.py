@@ -310,10 +310,11 @@ def _wheels(folder: Path) -> None:
             )
 
     for path in folder.glob("*.whl"):
-        # A name in a tar of POSIX's first kind has 100 bytes: one of several platforms is enough
-        head, platforms = path.name.removesuffix(".whl").rsplit("-", 1)
+        # A name in a plain tar has 100 bytes: the oldest of its platforms is enough
         if len(path.name) > 100:
-            path.rename(folder / f"{head}-{platforms.split('.')[0]}.whl")
+            head, platforms = path.name.removesuffix(".whl").rsplit("-", 1)
+            oldest = next(p for p in reversed(PLATFORMS) if p in platforms.split("."))
+            path.rename(folder / f"{head}-{oldest}.whl")
 
 
 def _without_wheel(folder: Path, python: str) -> list[str]:
