@@ -12,6 +12,7 @@ import pytest
 from deepep_ci import paths, sources, spack
 from deepep_ci.errors import SetupError
 from host_site import Site, Unavailable, pytorch_with_nvshmem, site_document
+from spack_repo.deepep import evidence
 from support import DEEPEP_COMMITS, PYPI_FILE, recipe_wheels
 
 #: Set in CI that has to have Spack: a tier that cannot run is then an error, not a skip
@@ -192,6 +193,14 @@ def site(make_site, pytorch, deepep_tree):
     site = make_site("site", pytorch("3.6.5"))
     site.install()
     return site
+
+
+@pytest.fixture(scope="session")
+def cuobjdump(site):
+    """cuobjdump as the recipe finds it: the toolkit's, or the one of PyTorch's Triton."""
+    packages = next(site.prefix("py-torch").glob("lib/python3.*/site-packages"))
+    triton = packages / "triton" / "backends" / "nvidia" / "bin"
+    return evidence.find_cuobjdump([str(site.prefix("cuda") / "bin"), str(triton)])
 
 
 @pytest.fixture

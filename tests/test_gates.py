@@ -5,6 +5,7 @@ import re
 
 import pytest
 from deepep_ci import paths
+from spack_repo.deepep import evidence
 
 pytestmark = [pytest.mark.build, pytest.mark.slow]
 
@@ -15,11 +16,11 @@ PATCHED = "+rc_layout_backport"
 def environment(site, name, specs, repos=()):
     """An environment beside h100-site, of specs that do not unify; concretized if it is new."""
     folder = site.environment.parent / name
-    common = [f"../{name}" for name in ("h100-site/site.yaml",)]
-    common += [f"../common/{n}.yaml" for n in ("repos", "concretizer", "packages")]
+    names = ("repos", "concretizer", "packages", "external-pytorch")
+    include = ["../h100-site/site.yaml", *(f"../common/{name}.yaml" for name in names)]
     document = {
         "specs": specs,
-        "include": [*common, "../common/external-pytorch.yaml"],
+        "include": include,
         "concretizer": {"unify": False},
         "repos": dict(repos),
         "view": False,
@@ -35,7 +36,7 @@ def environment(site, name, specs, repos=()):
 
 
 def installed(site, folder):
-    """{dag hash: prefix} of the environment's roots that Spack has as installed."""
+    """Dag hashes of what Spack has as installed of the environment."""
     done = site.spack.run(["-e", str(folder), "find", "--json"])
     records = json.loads(done.stdout or "[]")
     return {record["hash"] for record in records}
@@ -121,6 +122,13 @@ def test_damaged_is_refused(sabotaged, damage):
     assert re.search(expected, said), said[-6000:]
 
 
-def test_broken_arms_are_what_they_say(arms):
-    """The arms installed, so their own gate found the lookup that each promises."""
-    assert all(prefix.is_dir() for prefix in arms.values())
+def test_broken_arms_are_what_they_say(arms, cuobjdump):
+    """Read here, not only by the gate: unpatched, and #564 without the bound."""
+    found = {}
+    for name, prefix in arms.items():
+        extension = next(prefix.glob("lib/python3.*/site-packages/deep_ep_cpp.*.so"))
+        found[name] = evidence.rc_lookups(str(extension), cuobjdump)
+    assert found == {
+        "control": {"sm_90": evidence.Lookup("v1", bounded=True)},
+        "no_bound": {"sm_90": evidence.Lookup("v2", bounded=False)},
+    }

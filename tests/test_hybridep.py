@@ -33,13 +33,6 @@ def platlib(hybridep):
     return next(hybridep.prefix("py-deep-ep").glob("lib/python3.*/site-packages"))
 
 
-@pytest.fixture(scope="module")
-def cuobjdump(site, pytorch):
-    torch = next(pytorch("3.6.5").glob("lib/python3.*/site-packages"))
-    triton = torch / "triton" / "backends" / "nvidia" / "bin"
-    return evidence.find_cuobjdump([str(site.prefix("cuda") / "bin"), str(triton)])
-
-
 def test_device_code(platlib, cuobjdump):
     deep_ep_cpp, hybrid_ep_cpp = (
         str(next(platlib.glob(f"{name}.*.so"))) for name in ("deep_ep_cpp", "hybrid_ep_cpp")

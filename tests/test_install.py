@@ -35,17 +35,9 @@ def deep_ep_cpp(platlib):
     return next(platlib.glob("deep_ep_cpp.*.so"))
 
 
-@pytest.fixture(scope="module")
-def cuobjdump(site, pytorch):
-    torch = next(pytorch("3.6.5").glob("lib/python3.*/site-packages"))
-    triton = torch / "triton" / "backends" / "nvidia" / "bin"
-    return evidence.find_cuobjdump([str(site.prefix("cuda") / "bin"), str(triton)])
-
-
 def run_python(pytorch, platlib, code):
     """Python of a PyTorch with deep_ep added, and nothing else of this process's environment."""
-    ml = os.pathsep.join(str(p) for p in (platlib,))
-    environment = {"PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "PYTHONPATH": ml}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": os.environ["HOME"], "PYTHONPATH": str(platlib)}
     return subprocess.run(
         [str(python_of(pytorch)), "-c", code],
         env=environment,
