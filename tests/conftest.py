@@ -253,6 +253,7 @@ def offline(run, clone):
     return call
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     # One store and two cores: builds go after each other, in one worker
     for item in items:
