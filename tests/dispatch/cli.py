@@ -1,0 +1,49 @@
+"""Command line of tests/dispatch."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from .errors import UsageError
+
+#: Subcommand -> (module with add_arguments(parser) and run(options) -> Report or exit code, help)
+COMMANDS = {
+    "doctor": ("doctor", "what is installed and loaded here, and whether it can work"),
+    "qp-layout": ("qp_layout", "DeepEP's queue-pair lookup against NVSHMEM's own, on one GPU"),
+    "single-node": ("single_node", "real dispatch and combine on 1 to 8 GPUs of this node"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UsageError("{} (--help shows the options)".format(message))
+
+
+def _parser():
+    parser = _Parser(prog="dispatch", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+        implementation = importlib.import_module("." + module, __package__)
+        implementation.add_arguments(command)
+        command.set_defaults(run=implementation.run)
+    return parser
+
+
+def main(arguments):
+    """Runs one command. Returns its exit code: 0 works, 1 a finding, 2 usage or set-up."""
+    try:
+        options = _parser().parse_args(arguments)
+        report = options.run(options)
+        report.show(sys.stdout)
+        if options.json:
+            report.write(options.json)
+        return report.exit_code
+    except UsageError as error:
+        print("dispatch: {}".format(error), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dispatch: interrupted", file=sys.stderr)
+        return 130
