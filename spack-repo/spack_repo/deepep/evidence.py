@@ -10,12 +10,14 @@ named on its command line has loaded.
 """
 
 import collections
+import contextlib
 import ctypes
 import importlib
 import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,15 @@ NUM_RC_PER_PE = 0x1C  # nvshmemi_ibgda_device_state_t::num_rc_per_pe
 
 #: Symbols of the two states, in constant bank 3
 STATE, IBGDA_STATE = "nvshmemi_device_state_d", "nvshmemi_ibgda_device_state_d"
+
+#: Symbol there of NVSHMEM's device library: its release, as three integers of 32 bits
+DEVICE_LIBRARY = "nvshmemi_device_lib_version_d"
+
+#: SOVERSION of NVSHMEM's transport plug-ins, from the release on (tests/test_headers.py)
+TRANSPORT_SOVERSION = {(3, 0): 3, (3, 5): 4, (3, 6): 5, (3, 7): 6, (3, 8): 7}
+
+#: Seconds that reading a file may take; cuobjdump needs a few for DeepEP
+READING = 300
 
 #: What a shared library needs and where it looks: SONAMEs, and folders in order
 Dynamic = collections.namedtuple("Dynamic", "needed rpath")
@@ -50,10 +61,16 @@ class EvidenceError(Exception):
 def _output(command):
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            universal_newlines=True,
+            timeout=READING,
         )
     except OSError as error:
         raise EvidenceError("{} does not run: {}".format(command[0], error.strerror)) from None
+    except subprocess.TimeoutExpired:
+        raise EvidenceError("{} does not end in {} s".format(command[0], READING)) from None
     if done.returncode:
         text = (done.stderr or done.stdout).strip().splitlines()
         said = text[-1] if text else "exit code {}".format(done.returncode)
@@ -97,6 +114,53 @@ def version_names(path):
     return set(re.findall(r"Name: (\S+)", text))
 
 
+def needed_versions(path):
+    """Names of the symbol versions that a shared library needs, by SONAME:
+    {"libmlx5.so.1": {"MLX5_1.19", ...}}."""
+    found, names = {}, None
+    text = _output(["readelf", "-VW", path]).partition("Version needs section")[2]
+    for kind, name in re.findall(r"(File|Name): (\S+)", text):
+        if kind == "File":
+            names = found.setdefault(name, set())
+        else:
+            names.add(name)
+    return found
+
+
+def texts(path):
+    """Texts of three characters or more in a file, each a whole string of its own as C ends it."""
+    with open(path, "rb") as stream:
+        parts = stream.read().split(b"\0")
+    return {p.decode("ascii") for p in parts if re.match(rb"[\x20-\x7e]{3,}\Z", p)}
+
+
+def has_path(path, folder):
+    """Whether a file's code holds a folder's path: compilers write a long text as pieces of 16
+    bytes, of which the last may overlap the one before. For paths of 16 characters or more; where
+    the file has it as part of a list (its RPATH) does not count."""
+    name = folder.encode()
+    with open(path, "rb") as stream:
+        data = stream.read()
+    whole = len(name) // 16 * 16
+    starts = (m.start() for m in re.finditer(re.escape(name[:whole]), data))
+    elsewhere = any(data[s : s + len(name) + 1] != name + b"/" for s in starts)
+    return len(name) >= 16 and elsewhere and name[-16:] in data
+
+
+def _sections(path):
+    """[(name, address, offset in the file, size)] of an ELF file."""
+    pattern = r"\[ *\d+\] (\.\S+)\s+\S+\s+([0-9a-f]+) ([0-9a-f]+) ([0-9a-f]+) "
+    rows = re.findall(pattern, _output(["readelf", "-SW", path]))
+    return [(name, int(a, 16), int(o, 16), int(s, 16)) for name, a, o, s in rows]
+
+
+def _integers(path, offset, number):
+    """Integers of 32 bits at an offset in a file of this machine's byte order."""
+    with open(path, "rb") as stream:
+        stream.seek(offset)
+        return struct.unpack("<{}i".format(number), stream.read(4 * number))
+
+
 def device_code(path, cuobjdump):
     """What a library's fat binaries hold: {"sm_90": number of cubins, "ptx_90": ...}."""
     found = collections.Counter()
@@ -124,21 +188,9 @@ def rc_lookups(path, cuobjdump):
     queue pairs to keep the id in the table (and layout v1 to find the peer's), else not at all.
     Anything else is no lookup that we know: EvidenceError.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        # cuobjdump writes into the working directory
-        done = subprocess.run(
-            [cuobjdump, "-xelf", "all", os.path.abspath(path)],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        cubins = sorted(os.listdir(folder))
-        if done.returncode or not cubins:
-            raise EvidenceError("{} holds no device code".format(path))
-        lookups = {}
-        for name in cubins:
-            cubin = os.path.join(folder, name)
-            arch = re.search(r"\.(sm_\w+)\.", name).group(1)
+    lookups = {}
+    with _cubins(path, cuobjdump) as cubins:
+        for cubin, arch in cubins:
             lookup = _lookup_of(cubin, cuobjdump, path)
             if lookup is not None:
                 lookups[arch] = lookup
@@ -147,6 +199,100 @@ def rc_lookups(path, cuobjdump):
             "{} has no internode kernels: built without NVSHMEM (DISABLE_NVSHMEM)?".format(path)
         )
     return lookups
+
+
+@contextlib.contextmanager
+def _cubins(path, cuobjdump):
+    """[(file of machine code, "sm_90")] of a library, in a folder for the while."""
+    with tempfile.TemporaryDirectory() as folder:
+        # cuobjdump writes into the working directory
+        try:
+            done = subprocess.run(
+                [cuobjdump, "-xelf", "all", os.path.abspath(path)],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=READING,
+            )
+        except OSError as error:
+            raise EvidenceError("{} does not run: {}".format(cuobjdump, error.strerror)) from None
+        except subprocess.TimeoutExpired:
+            raise EvidenceError("{} does not end in {} s".format(cuobjdump, READING)) from None
+        names = sorted(os.listdir(folder))
+        if done.returncode or not names:
+            raise EvidenceError("{} holds no device code".format(path))
+        arches = [re.search(r"\.(sm_\w+)\.", name).group(1) for name in names]
+        yield [(os.path.join(folder, name), arch) for name, arch in zip(names, arches)]
+
+
+def device_library_releases(path, cuobjdump):
+    """{"sm_90": release of NVSHMEM's device library that is linked into it, as "3.6.5"}; an
+    architecture without NVSHMEM is left out."""
+    found = {}
+    with _cubins(path, cuobjdump) as cubins:
+        for cubin, arch in cubins:
+            line = re.search(
+                r"^ *\d+: ([0-9a-f]+) .* {}$".format(DEVICE_LIBRARY),
+                _output(["readelf", "-sW", cubin]),
+                re.MULTILINE,
+            )
+            if line:
+                bank = [s for s in _sections(cubin) if s[0] == ".nv.constant3"]
+                numbers = _integers(cubin, bank[0][2] + int(line.group(1), 16), 3)
+                found[arch] = ".".join(str(number) for number in numbers)
+    return found
+
+
+def header_release(path):
+    """Release of NVSHMEM's headers that a library's host code was compiled with, as "3.6.5".
+
+    The headers' nvshmemx_init_attr is inline, and hands it to nvshmemi_init_thread by value: in
+    registers r8 and r9, followed here back to their constants. None where the code does not tell
+    (no such call, a stripped name, another machine than x86-64, code of another kind).
+    """
+    lines = []
+    for line in _output(["objdump", "-d", "--no-show-raw-insn", path]).splitlines():
+        lines.append(line)
+        if line.endswith(":"):
+            lines = []
+        elif re.search(r"\tcall\s.*nvshmemi_init_thread", line):
+            pair, patch = _constant(path, lines, "r8", 8), _constant(path, lines, "r9", 4)
+            if pair is not None and patch is not None:
+                return "{}.{}.{}".format(pair & 0xFFFFFFFF, pair >> 32, patch)
+    return None
+
+
+def _constant(path, lines, place, size):
+    """Constant that the last instruction of lines which writes a register ("r8") or a place on the
+    stack ("0x290(%rsp)") puts there, None if it is none."""
+    register = place if "(" in place else r"%[er]?{}[dlx]?".format(place.lstrip("er").rstrip("x"))
+    target = re.compile(
+        r"\t(mov\w*|xor)\s+(\S+?),({})(\s|$)".format(
+            re.escape(place) if "(" in place else register
+        )
+    )
+    for number in range(len(lines) - 1, -1, -1):
+        match = target.search(lines[number])
+        if match is None:
+            continue
+        source = match.group(2)
+        if match.group(1) == "xor":
+            return 0 if source == match.group(3) else None
+        if source.startswith("$"):
+            return int(source[1:], 16)
+        if source.endswith("(%rip)"):
+            address = int(lines[number].split("#")[1].split()[0], 16)
+            for _, start, offset, length in _sections(path):
+                if start and start <= address < start + length:
+                    low, high = _integers(path, address - start + offset, 2)
+                    return (high << 32 | low) if size == 8 else low
+            return None
+        if source.endswith("(%rsp)"):
+            return _constant(path, lines[:number], source, size)
+        if source.startswith("%"):
+            return _constant(path, lines[:number], source[1:], size)
+        return None
+    return None
 
 
 def cubin_lookup(cubin, cuobjdump):
@@ -226,6 +372,15 @@ def expected_layout(release):
     return "v2" if numbers >= FIRST_V2 else "v1"
 
 
+def expected_transport(release):
+    """SOVERSION of the transport plug-ins that belong to an NVSHMEM release, as "3.6.5"; None for
+    one that is newer than what is known."""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", release)[:2])
+    if numbers > max(TRANSPORT_SOVERSION):
+        return None
+    return TRANSPORT_SOVERSION[max(first for first in TRANSPORT_SOVERSION if first <= numbers)]
+
+
 def mapped(library):
     """Paths of this process's libraries whose file name starts so, sorted."""
     with open("/proc/self/maps") as maps:
@@ -242,9 +397,9 @@ def nvshmem_release(path):
 
 def loaded(modules):
     """What importing modules (or, for a path, loading a library) in this process has loaded:
-    {"modules": {name: [file, version]}, "nvshmem": {path: release}, "libraries": {SONAME: paths}}.
+    {"modules": {name: [file, version]}} and what snapshot() tells.
     """
-    result = {"modules": {}, "nvshmem": {}, "libraries": {}}
+    result = {"modules": {}}
     for name in modules:
         if os.sep in name:
             ctypes.CDLL(name)
@@ -254,11 +409,17 @@ def loaded(modules):
         result["modules"][name] = [getattr(module, "__file__", None), version and str(version)]
         if name == "torch":
             result["torch_cuda"] = module.version.cuda
-    for path in mapped("libnvshmem_host.so"):
-        result["nvshmem"][path] = nvshmem_release(path)
-    for library in ("libcuda.so", "libcudart.so", "libibverbs.so", "libmlx5.so"):
-        result["libraries"][library] = mapped(library)
+    result.update(snapshot())
     return result
+
+
+def snapshot():
+    """What this process has mapped: {"nvshmem": {path: release}, "libraries": {name: paths}}."""
+    libraries = ("libcuda.so", "libcudart.so", "libibverbs.so", "libmlx5.so")
+    return {
+        "nvshmem": {path: nvshmem_release(path) for path in mapped("libnvshmem_host.so")},
+        "libraries": {library: mapped(library) for library in libraries},
+    }
 
 
 def loaded_by(python, names):
