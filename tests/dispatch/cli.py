@@ -34,6 +34,11 @@ def _parser():
 
 def main(arguments):
     """Runs one command. Returns its exit code: 0 works, 1 a finding, 2 usage or set-up."""
+    if arguments[:1] == ["rank"]:
+        # Of the launcher, not of people
+        from . import rank
+
+        return rank.main(arguments[1:])
     try:
         options = _parser().parse_args(arguments)
         report = options.run(options)
