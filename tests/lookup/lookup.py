@@ -140,12 +140,20 @@ class Verdict:
         return "\n".join(lines + [f"{shape}: {miss}" for shape, miss in self.misses.items()])
 
 
-SHAPES = tuple(
-    Shape(npes, devices, qps, sms)
-    for (qps, sms), devices, npes in product(
-        ((24, 20), (24, 48), (10, 20), (12, 24)), (1, 2), (2, 4, 8, 16, 20)
+#: (queue pairs, SMs) that callers use: Automodel's default and its dispatcher_num_sms=48, and
+#: buffers with half as many queue pairs as SMs
+CALLERS = ((24, 20), (24, 48), (10, 20), (12, 24))
+
+
+def shapes_of(npes: Sequence[int]) -> tuple[Shape, ...]:
+    """Shapes of all CALLERS with one NIC and with two, for these numbers of PEs."""
+    return tuple(
+        Shape(pes, devices, qps, sms)
+        for (qps, sms), devices, pes in product(CALLERS, (1, 2), npes)
     )
-)
+
+
+SHAPES = shapes_of((2, 4, 8, 16, 20))
 
 _NOT_CODE = re.compile(
     r"""(?P<directive>^[ \t]*\#(?:\\\n|[^\n])*)
@@ -307,17 +315,22 @@ def header_facts(nvshmem_include: Path, cuda_home: Path, verbs_include: Path) ->
     with tempfile.TemporaryDirectory(prefix="lookup-") as folder:
         what = f"the probe of {nvshmem_include}"
         output = _build_and_run(["header_probe.cpp"], flags, what, Path(folder))
-    name, is_v1, state_bytes, rc_offset, version = output.split()
+    return read_facts(output, str(nvshmem_include))
+
+
+def read_facts(line: str, source: str) -> HeaderFacts:
+    """Facts from the line that compare.h prints of a header tree; errors as header_facts."""
+    name, is_v1, state_bytes, rc_offset, version = line.split()
     # The mangled name has its length in front
     layout = {"nvshmemi_ibgda_device_state_v1": "v1", "nvshmemi_ibgda_device_state_v2": "v2"}.get(
         name.lstrip("0123456789"), ""
     )
     if not layout or (layout == "v1") != (is_v1 == "1"):
-        raise LookupError_(f"{nvshmem_include}: the device state is {name}, neither v1 nor v2")
+        raise LookupError_(f"{source}: the device state is {name}, neither v1 nor v2")
     facts = HeaderFacts(layout, int(state_bytes), int(rc_offset), int(version))
     if (facts.state_bytes, facts.rc_offset) != (STATE_BYTES, RC_OFFSET):
         raise LookupError_(
-            f"{nvshmem_include}: {facts}, expected a state of {STATE_BYTES} bytes with "
+            f"{source}: {facts}, expected a state of {STATE_BYTES} bytes with "
             f"num_rc_per_pe at {RC_OFFSET}"
         )
     return facts
@@ -372,20 +385,41 @@ def judge(
 
     output = _build_and_run(
         ["judge.cpp", "deepep_lookup.cpp", "nvshmem_lookup.cpp"],
-        [*flags, f"-DRC_LAYOUT={facts.layout.removeprefix('v')}"],
+        flags,
         f"{deepep_tree} against {nvshmem_include}",
         folder,
-        "".join(f"{s.npes} {s.devices} {s.qps} {s.ids}\n" for s in shapes),
+        jobs(shapes),
     )
-    lines = output.splitlines()
+    return Verdict(facts, *read_answers(shapes, output.splitlines()))
+
+
+def jobs(shapes: Sequence[Shape]) -> str:
+    """What compare.h reads of the shapes, one a line."""
+    return "".join(f"{s.npes} {s.devices} {s.qps} {s.ids}\n" for s in shapes)
+
+
+def read_answers(
+    shapes: Sequence[Shape], lines: Sequence[str]
+) -> tuple[Mapping[Shape, Counts], Mapping[Shape, str]]:
+    """Counts and first misses by shape, from the lines that compare.h prints of jobs(shapes).
+
+    Raises LookupError_ unless there is one line of numbers for each shape, with an answer for
+    each rank, each peer but itself and each id.
+    """
     if len(lines) != len(shapes):
-        raise LookupError_(f"{len(lines)} answers for {len(shapes)} shapes: {output[-200:]}")
+        raise LookupError_(f"{len(lines)} answers for {len(shapes)} shapes: {lines[-3:]}")
     counts, misses = {}, {}
     for shape, line in zip(shapes, lines):
-        right, wrong_peer, out_of_bounds, *miss = map(int, line.split())
+        try:
+            right, wrong_peer, out_of_bounds, *miss = map(int, line.split())
+        except ValueError:
+            raise LookupError_(f"no answer for {shape}: {line}") from None
         counts[shape] = Counts(right, wrong_peer, out_of_bounds)
+        asked = shape.npes * (shape.npes - 1) * shape.ids
+        if right + wrong_peer + out_of_bounds != asked or (right == asked) != (not miss):
+            raise LookupError_(f"not {asked} answers for {shape}: {line}")
         if miss:
             rank, pe, id_, index, owner = miss
             where = f"of PE {owner}" if owner >= 0 else f"outside the {shape.slots} slots"
             misses[shape] = f"rank {rank} asks for PE {pe}, id {id_}: index {index}, {where}"
-    return Verdict(facts, counts, misses)
+    return counts, misses
