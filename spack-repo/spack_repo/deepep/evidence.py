@@ -35,7 +35,7 @@ STATE, IBGDA_STATE = "nvshmemi_device_state_d", "nvshmemi_ibgda_device_state_d"
 #: Symbol there of NVSHMEM's device library: its release, as three integers of 32 bits
 DEVICE_LIBRARY = "nvshmemi_device_lib_version_d"
 
-#: SOVERSION of NVSHMEM's transport plug-ins, from the release on (tests/test_headers.py)
+#: SOVERSION of NVSHMEM's transport plug-ins, from the release on (tests/test_doctor.py)
 TRANSPORT_SOVERSION = {(3, 0): 3, (3, 5): 4, (3, 6): 5, (3, 7): 6, (3, 8): 7}
 
 #: Seconds that reading a file may take; cuobjdump needs a few for DeepEP
@@ -74,7 +74,8 @@ def _output(command):
     if done.returncode:
         text = (done.stderr or done.stdout).strip().splitlines()
         said = text[-1] if text else "exit code {}".format(done.returncode)
-        raise EvidenceError("{}: {}".format(os.path.basename(command[0]), said))
+        name = os.path.basename(command[0])
+        raise EvidenceError(said if said.startswith(name + ":") else "{}: {}".format(name, said))
     return done.stdout
 
 
@@ -140,11 +141,9 @@ def has_path(path, folder):
     the file has it as part of a list (its RPATH) does not count."""
     name = folder.encode()
     with open(path, "rb") as stream:
-        data = stream.read()
-    whole = len(name) // 16 * 16
-    starts = (m.start() for m in re.finditer(re.escape(name[:whole]), data))
-    elsewhere = any(data[s : s + len(name) + 1] != name + b"/" for s in starts)
-    return len(name) >= 16 and elsewhere and name[-16:] in data
+        elsewhere = stream.read().replace(name + b"/", b"")
+    start = name[: len(name) // 16 * 16]
+    return bool(start) and start in elsewhere and name[-16:] in elsewhere
 
 
 def _sections(path):
