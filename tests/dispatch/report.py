@@ -18,6 +18,11 @@ FORMAT = "deepep-dispatch-report/1"
 RESULTS = ("pass", "fail", "skip", "info")
 
 
+def _wrapped(text, width):
+    """Lines of a text; paths and versions stay whole, to be copied."""
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One check and its result (one of RESULTS).
@@ -97,25 +102,31 @@ class Report:
         first = max([len(row.check) for row in self.rows] + [5])
         room = max(30, width - first - 8)
         for row in self.rows:
-            lines = textwrap.wrap(row.found, room) or [""]
+            lines = _wrapped(row.found, room) or [""]
             mark = row.result.upper() if row.result == "fail" else row.result
             stream.write("{:<{}}  {:<4}  {}\n".format(row.check, first, mark, lines[0]))
             for line in lines[1:]:
                 stream.write("{}{}\n".format(" " * (first + 8), line))
         for row in self.rows:
-            if row.result == "fail" and (row.why or row.action or row.evidence):
+            said = row.why or row.action or row.evidence
+            # What was not checked may have to be installed first
+            if (row.result == "fail" and said) or (row.result == "skip" and row.action):
                 stream.write("\n{}: {}\n".format(row.check, row.found))
                 parts = (
                     ("seen", row.evidence),
-                    ("why", " ".join(p for p in (row.why, row.reference and
-                                                 "({})".format(row.reference)) if p)),
+                    (
+                        "why",
+                        " ".join(
+                            p
+                            for p in (row.why, row.reference and "({})".format(row.reference))
+                            if p
+                        ),
+                    ),
                     ("do", row.action),
                 )
                 for name, text in parts:
                     if text:
-                        body = textwrap.fill(
-                            text, width - 8, initial_indent="", subsequent_indent=" " * 8
-                        )
+                        body = ("\n" + " " * 8).join(_wrapped(text, width - 8))
                         stream.write("  {:<4}  {}\n".format(name, body))
         counts = {r: sum(row.result == r for row in self.rows) for r in RESULTS}
         stream.write(
