@@ -1,0 +1,1 @@
+"""What `doctor` does: facts collected by processes with a deadline, and rules on these facts."""
