@@ -1,4 +1,4 @@
-"""The checks of single-node find what is wrong, and nothing else: on a model of DeepEP, on the CPU.
+"""single-node finds what is wrong, and nothing else: on a model of DeepEP, on the CPU.
 
 The model (tests/model) does what DeepEP's documentation says, token by token; each defect of it
 has to be seen by the comparison that is there for it.

@@ -16,9 +16,8 @@ class Checks:
         return bool(self.results) and all(result["ok"] for result in self.results)
 
     def _add(self, name, elements, text="", **more):
-        self.results.append(
-            dict(name=name, ok=not text, elements=int(elements), **more, **({"text": text} if text else {}))
-        )  # fmt: skip
+        result = dict(name=name, ok=not text, elements=int(elements), **more)
+        self.results.append(dict(result, text=text) if text else result)
 
     def equal(self, name, got, want):
         """Plain values (lists, numbers)."""

@@ -1,4 +1,4 @@
-"""What dispatch and combine have to give, in plain PyTorch on float32, and how far they may be off.
+"""What dispatch and combine have to give, in plain PyTorch, and how far they may be off.
 
 Written from DeepEP's documented semantics, not from its kernels. Dispatch only copies: exact, bit
 by bit. Combine sums one bfloat16 row of each rank in float32 and rounds once; the bound follows

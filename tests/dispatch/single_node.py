@@ -141,8 +141,8 @@ def low_latency_missing():
         return ""
     seen = ", ".join(hca["name"] for hca in hcas) or "none"
     return (
-        "not run: no active mlx5 HCA on this node (seen: {}). Without IBGDA, NVSHMEM 3.6 leaves no RC "
-        "queue pairs and these kernels stop at an assertion".format(seen)
+        "not run: no active mlx5 HCA on this node (seen: {}). Without IBGDA, NVSHMEM 3.6 leaves "
+        "no RC queue pairs and these kernels stop at an assertion".format(seen)
     )
 
 
@@ -205,8 +205,8 @@ def judge(report, name, outcome, gpus):
     for row in figures:
         report.add(
             "{}, {} tokens".format(check, row["tokens"]), "info",
-            "dispatch {dispatch_gbs:.0f} GB/s, combine {combine_gbs:.0f} GB/s (a copy on the device: "
-            "{copy_gbs:.0f})".format(**row), data=row,
+            "dispatch {dispatch_gbs:.1f} GB/s, combine {combine_gbs:.1f} GB/s (a copy on the "
+            "device: {copy_gbs:.0f})".format(**row), data=row,
         )  # fmt: skip
 
 

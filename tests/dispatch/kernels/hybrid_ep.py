@@ -74,7 +74,9 @@ class Kernels:
         routing, probs = multihot(want.topk_idx, want.topk_weights, local)
         checks.exact("dispatch: local experts", handle[4][:rows], routing)
         checks.exact("dispatch: weights", got_probs[:rows, mine], probs)
-        x = got if case.dtype == "bf16" else from_fp8(got.view(torch.float8_e4m3fn), got_scales)
+        x = got
+        if case.dtype == "fp8":
+            x = from_fp8(got.view(torch.float8_e4m3fn), got_scales[:rows])
         sent = self._experts(case, want, x, job.rank)
         # Of other ranks' experts a rank has nothing to say
         weights = torch.zeros_like(got_probs)
