@@ -253,15 +253,14 @@ def test_what_is_missing_is_named(sources, change, said):
 @pytest.mark.sources
 def test_no_tree_and_no_network(sources, tmp_path):
     pair = sources[0][: sources[0].index("--deepep")]
-    unreachable = {
-        "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": f"url.file://{tmp_path}/none.insteadOf",
-        "GIT_CONFIG_VALUE_0": "https://github.com/deepseek-ai/DeepEP.git",
-    }
-    _, said = qp(*pair, "--cpu", code=2, DEEPEP_CACHE=str(tmp_path / "cache"), **unreachable)
+    config = tmp_path / "gitconfig"
+    config.write_text('[url "file:///nonexistent/"]\n  insteadOf = https://github.com/\n')
+    cache = tmp_path / "cache"
+    where = {"DEEPEP_CACHE": str(cache), "GIT_CONFIG_GLOBAL": str(config)}
+    _, said = qp(*pair, "--cpu", code=2, **where)
     assert "DeepEP 4214430 cannot be fetched from https://github.com" in said
     assert "name a source tree of it by --deepep" in said
-    assert list((tmp_path / "cache" / "tests").iterdir()) == []
+    assert list((cache / "tests").iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "deepep-qp-layout-build/1"}',
