@@ -620,6 +620,18 @@ def test_without_cuobjdump_nothing_is_passed(good):
     assert report.exit_code == 2
 
 
+def test_without_binutils_nothing_is_passed(good):
+    """readelf that is not installed is no fault of the files."""
+    facts = good()
+    missing = {"state": "failed", "error": "readelf does not run: No such file or directory"}
+    facts.update(extension={**missing, "path": "/x.so"}, nvshmem=missing, verbs=missing)
+    rows = verdict.rows(facts)
+    found = results(rows)
+    assert failing(rows) == set() and can(rows) == set()
+    for check in ("installation: extension", "node: facts"):
+        assert found[check].result == "skip" and "binutils" in found[check].action
+
+
 def test_this_node_or_the_installation(good):
     facts = good()
     facts["machine"]["hcas"] = []

@@ -6,7 +6,20 @@ import re
 
 from spack_repo.deepep import evidence
 
-from .rule import ALL, HYBRID, NVSHMEM, Rules, fails, holds, listed, section, told, untold
+from .rule import (
+    ALL,
+    HYBRID,
+    NO_READELF,
+    NVSHMEM,
+    Rules,
+    fails,
+    holds,
+    lacks_readelf,
+    listed,
+    section,
+    told,
+    untold,
+)
 
 RULES = Rules()
 rule = RULES.rule
@@ -129,6 +142,8 @@ def readable(facts):
     found = facts["extension"]
     if found["state"] in ("ok", "absent"):
         return None
+    if lacks_readelf(found):
+        return untold("not read: {}".format(found["error"]), NO_READELF, found["path"])
     said = {
         "failed": "cannot be read: {}".format(found.get("error")),
         "hung": "cannot be read in {} s".format(found.get("seconds")),

@@ -2,7 +2,19 @@
 
 import re
 
-from .rule import ALL, NETWORK, Rules, fails, holds, listed, section, told, untold
+from .rule import (
+    ALL,
+    NETWORK,
+    NO_READELF,
+    Rules,
+    fails,
+    holds,
+    lacks_readelf,
+    listed,
+    section,
+    told,
+    untold,
+)
 
 RULES = Rules()
 rule = RULES.rule
@@ -38,6 +50,8 @@ def collected(facts):
                 or found.get("signal")
                 or "after {} s".format(found.get("seconds"))
             )
+            if lacks_readelf(found):
+                return untold("{} not read: {}".format(name, more), NO_READELF)
             at = found.get("at")
             wrong.append(
                 "{} {}: {}{}".format(name, found["state"], more, at and " at " + at or "")

@@ -98,5 +98,14 @@ def section(facts, name):
     return found if found.get("state") == "ok" else None
 
 
+#: What to do where a file cannot be read for want of readelf
+NO_READELF = "install binutils: readelf reads what is linked, and objdump the code of the host"
+
+
+def lacks_readelf(found):
+    """Whether a section failed because binutils are not installed."""
+    return "readelf does not run" in found.get("error", "")
+
+
 def listed(items):
     return ", ".join(str(item) for item in items)
