@@ -288,7 +288,7 @@ DAMAGES = [
         transports("nvshmem_transport_ibgda.so.3"),
         {"transport plug-ins"},
         NETWORK,
-        "ibgda.so.3",
+        "ibgda.so.3 (NVSHMEM since 3.0, before 3.5)",
     ),
     (
         "mixed-plug-ins",

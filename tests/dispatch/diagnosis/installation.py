@@ -333,6 +333,16 @@ def lookup(facts):
     return holds("{}, as {} has it".format(words, source), place, lookups=found["lookups"])
 
 
+def _owner(plugin):
+    """A plug-in's name with the releases it belongs to: "... (NVSHMEM since 3.5, before 3.6)"."""
+    known = sorted(evidence.TRANSPORT_SOVERSION.items())
+    for (first, number), after in zip(known, known[1:] + [None]):
+        if plugin.endswith(".so.{}".format(number)):
+            end = ", before {}.{}".format(*after[0]) if after else ""
+            return "{} (NVSHMEM since {}.{}{})".format(plugin, first[0], first[1], end)
+    return "{} (of an unknown NVSHMEM)".format(plugin)
+
+
 @rule(
     "installation: transport plug-ins",
     NVSHMEM,
@@ -350,7 +360,7 @@ def transports(facts):
     names = found["libraries"][path]["transports"]
     expected = evidence.expected_transport(release)
     versions = sorted({int(name.rpartition(".")[2]) for name in names})
-    shown = listed(names) or "none"
+    shown = listed(_owner(name) for name in names) or "none"
     folder = os.path.dirname(path)
     if expected is None:
         return told(
