@@ -348,8 +348,6 @@ def make_programs(arms, folder, cuda, verbs, arch):
             if not errors:
                 program.parent.mkdir(parents=True, exist_ok=True)
                 link = [nvcc, "-arch=" + arch, "-rdc=true", "-cudart=static"]
-                # Runs where the compiler's C++ library is older
-                link.append("-Xcompiler=-static-libstdc++,-static-libgcc")
                 link += [output for output, _, _ in parts]
                 try:
                     command([*link, "-o", program], COMPILE_DEADLINE)
