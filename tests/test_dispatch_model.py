@@ -35,6 +35,7 @@ DEFECTS = {
         "two rows swapped": "dispatch: rows' values",
         "weights of other ranks' experts": "dispatch: weights",
         "padding not written": "dispatch: rows' values by expert",
+        "handle ignored": "dispatch: rows' values",
         "last rank left out of the sum": "combine",
     },
     "low-latency": {

@@ -177,6 +177,7 @@ LINES = {
     "Assertion failed: ibgda_get_state()->num_rc_per_pe >= num_local_experts": "no IBGDA",
     "init failed for transport: IBGDA": "no IBGDA",
     "sh: 1: /bin/nvcc: not found": "HybridEP's compiler",
+    "RuntimeError: TMA 16B alignment error: tma_load_size = 8B": "HybridEP's token count",
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate": "out of memory",
     "an illegal memory access was encountered": "illegal access",
     "RuntimeError: Found no NVIDIA driver on your system": "no driver",

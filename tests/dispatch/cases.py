@@ -1,32 +1,20 @@
-"""What is dispatched: the cases of a run, and every rank's inputs, made from a seed.
-
-A rank can make the inputs of every other rank, so the reference needs no communication.
-"""
+"""What is dispatched: the cases of each family of kernels, as data."""
 
 import dataclasses
-from typing import Optional
-
-import torch
-
-#: Bytes that outputs and buffers hold before a call: bfloat16 and float32 3.4e38, FP8 E4M3 NaN,
-#: and an int that is no index, so that an element nobody wrote is seen
-POISON = 0x7F
-
-#: Elements of one FP8 scale
-FP8_BLOCK = 128
-#: Largest finite value of FP8 E4M3
-FP8_MAX = 448.0
+import math
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One dispatch and its combine.
 
-    tokens: of each rank ("uneven": a different number on each, down to 1; "one_rank_empty": the
-    last rank has none). routing: "random", "skewed" (all to one expert), "empty" (every second
-    expert and the whole last rank get nothing), "masked" (entries are -1, some tokens wholly).
+    tokens: of each rank; spread: "uneven" (another number on each, down to 1), "one_rank_empty"
+    (the last has none), "fewest" (as few as HybridEP takes: tokens times ranks a multiple of 4).
+    routing: "random", "skewed" (all to one expert), "empty" (every second expert and the whole
+    last rank get nothing), "masked" (entries are -1, some tokens wholly).
     mode: "plain", "cached" (a second dispatch by the handle of the first), "async" (events and the
-    communication stream), "worst" (num_worst_tokens, no CPU synchronisation).
+    communication stream), "worst" (num_worst_tokens, no CPU synchronisation); of HybridEP
+    "permuted" (rows by expert), "fused" (the same in one kernel); of low latency "hook".
     small_chunks: NVLink buffers of 32 tokens a channel, which wrap often.
     """
 
@@ -51,6 +39,8 @@ class Case:
             return max(1, self.tokens * rank // max(1, ranks - 1))
         if self.spread == "one_rank_empty" and rank == ranks - 1:
             return 0
+        if self.spread == "fewest":
+            return 4 // math.gcd(4, ranks)
         return self.tokens
 
     def num_experts(self, ranks):
@@ -87,67 +77,34 @@ HYBRID_EP = (
     Case("bf16", hidden=2048, tokens=256),
     Case("entries -1", hidden=2048, tokens=256, routing="masked", seed=2),
     Case("all to one expert", hidden=2048, tokens=256, topk=1, routing="skewed", seed=3),
-    Case("one token", hidden=2048, tokens=1, topk=2, seed=4),
-    Case("permuted by expert", hidden=2048, tokens=256, mode="permuted", alignment=32, seed=5),
-    Case("fp8", dtype="fp8", hidden=2048, tokens=256, seed=6),
+    Case("fewest tokens", hidden=2048, spread="fewest", topk=2, seed=4),
+    Case("by handle", hidden=2048, tokens=256, mode="cached", seed=5),
+    Case("no weights", hidden=2048, tokens=256, weights=False, seed=6),
+    Case("fp8", dtype="fp8", hidden=2048, tokens=256, seed=7),
+    Case("permuted by expert", hidden=2048, tokens=256, mode="permuted", alignment=32, seed=8),
+    Case("permuted by expert, fused", hidden=2048, tokens=256, mode="fused", alignment=32, seed=9),
 )
 
+#: What HybridEP refuses, run only by name
+HYBRID_EP_REFUSED = (Case("refused: one token", hidden=2048, tokens=1, topk=2),)
 
-@dataclasses.dataclass
-class Inputs:
-    """A rank's inputs.
+#: Low-latency kernels, whose buffer has room for 128 tokens of a rank
+LOW_LATENCY = (
+    Case("bf16", seed=1),
+    Case("fp8", dtype="fp8", seed=2),
+    Case("bf16, entries -1", routing="masked", hidden=2048, seed=3),
+    Case("fp8, empty experts", dtype="fp8", routing="empty", hidden=2048, topk=4, seed=4),
+    Case("uneven tokens", spread="uneven", hidden=2048, seed=5),
+    Case("fp8, hook", dtype="fp8", mode="hook", seed=6),
+    Case("bf16, hook", mode="hook", hidden=2048, seed=7),
+    Case("async", mode="async", hidden=2048, seed=8),
+)
 
-    x: [tokens, hidden] bfloat16, or float8_e4m3fn with scales [tokens, hidden / 128] float32.
-    topk_idx: [tokens, topk] int64, -1 for no expert. topk_weights: the same, float32.
-    biases: up to two, [tokens, hidden] bfloat16, added by combine.
-    """
-
-    x: torch.Tensor
-    scales: Optional[torch.Tensor]
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor
-    biases: tuple
-
-
-def make_inputs(case, rank, ranks, device):
-    """Inputs of a rank of a case, the same wherever they are made (on one kind of device)."""
-    generator = torch.Generator(device=device)
-    generator.manual_seed(case.seed * 1000003 + rank)
-    tokens, experts = case.num_tokens(rank, ranks), case.num_experts(ranks)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, device=device)
-
-    x, scales = normal(tokens, case.hidden).to(torch.bfloat16), None
-    if case.dtype == "fp8":
-        x, scales = to_fp8(x)
-    scores = torch.rand(tokens, experts, generator=generator, device=device)
-    if case.routing == "empty":
-        scores[:, 1::2] = -1
-        scores[:, experts - case.local_experts :] = -1
-    elif case.routing == "skewed":
-        scores[:, 0] = 2
-    topk_idx = torch.topk(scores, case.topk, dim=1, sorted=False).indices
-    if case.routing == "masked":
-        masked = torch.rand(tokens, case.topk, generator=generator, device=device) < 0.3
-        masked[::7] = True
-        topk_idx = topk_idx.masked_fill(masked, -1)
-    weights = torch.rand(tokens, case.topk, generator=generator, device=device) + 0.125
-    biases = tuple(normal(tokens, case.hidden).to(torch.bfloat16) for _ in range(case.biases))
-    return Inputs(x, scales, topk_idx, weights, biases)
+#: Names of --kernels
+FAMILIES = {"intranode": INTRANODE, "hybrid-ep": HYBRID_EP, "low-latency": LOW_LATENCY}
 
 
-def to_fp8(x):
-    """(x as float8_e4m3fn, scales) of [tokens, hidden] values; scales: [tokens, hidden / 128]."""
-    blocks = x.float().view(x.size(0), x.size(1) // FP8_BLOCK, FP8_BLOCK)
-    scales = blocks.abs().amax(dim=2).clamp(min=1e-4) / FP8_MAX
-    quantized = (blocks / scales.unsqueeze(2)).to(torch.float8_e4m3fn)
-    return quantized.view(x.shape), scales
-
-
-def from_fp8(x, scales):
-    """bfloat16 values of to_fp8()'s; x: [tokens, hidden], scales: [tokens, hidden / 128]."""
-    blocks = x.float().view(
-        x.size(0), x.size(1) // FP8_BLOCK, FP8_BLOCK
-    ) * scales.float().unsqueeze(2)
-    return blocks.view(x.shape).to(torch.bfloat16)
+def by_name(family, names):
+    """Cases of a family with one of these names, all but the refused ones for no names."""
+    named = FAMILIES[family] + (HYBRID_EP_REFUSED if family == "hybrid-ep" else ())
+    return [case for case in named if case.name in names] if names else list(FAMILIES[family])

@@ -12,6 +12,7 @@ COMMANDS = {
     "doctor": ("doctor", "what is installed and loaded here, and whether it can work"),
     "qp-layout": ("qp_layout", "DeepEP's queue-pair lookup against NVSHMEM's own, on one GPU"),
     "single-node": ("single_node", "real dispatch and combine on 1 to 8 GPUs of this node"),
+    "prove": ("prove", "the three of them on this node, with one summary"),
 }
 
 
@@ -20,11 +21,14 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError("{} (--help shows the options)".format(message))
 
 
-def _parser():
+def _parser(chosen):
     parser = _Parser(prog="dispatch", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
+        if name != chosen:
+            # What is wrong with one command does not keep another from running
+            continue
         command.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
         implementation = importlib.import_module("." + module, __package__)
         implementation.add_arguments(command)
@@ -40,7 +44,7 @@ def main(arguments):
 
         return rank.main(arguments[1:])
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser(arguments[0] if arguments else None).parse_args(arguments)
         report = options.run(options)
         report.show(sys.stdout)
         if options.json:

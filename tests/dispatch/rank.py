@@ -15,6 +15,8 @@ import time
 import traceback
 from pathlib import Path
 
+from . import cases
+
 #: Exit codes of a rank beside 0: an element was wrong; the library, driver or kernels failed
 WRONG, FAILED = 1, 3
 
@@ -89,10 +91,11 @@ def _run(job, folder, rank, log):
         rank, job["ranks"], device, torch.distributed.group.WORLD,
         -(-job["ranks"] // job["gpus"]), job["mps"],
     )  # fmt: skip
-    family = importlib.import_module("." + job["kernels"], __package__ + ".kernels")
+    module = job["kernels"].replace("-", "_")
+    family = importlib.import_module("." + module, __package__ + ".kernels")
     kernels = family.Kernels(context)
     log.write("ready", torch=torch.__version__, gpu=torch.cuda.get_device_name(device))
-    chosen = [case for case in family.CASES if not job["cases"] or case.name in job["cases"]]
+    chosen = cases.by_name(job["kernels"], job["cases"])
     good = True
     for repeat in range(job["repeats"]):
         for case in chosen:

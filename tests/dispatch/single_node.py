@@ -11,13 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import causes, launcher
+from . import cases, causes, launcher
 from .diagnosis import child
 from .errors import UsageError
 from .report import Report
-
-#: Option -> module in kernels/
-FAMILIES = {"intranode": "intranode", "hybrid-ep": "hybrid_ep", "low-latency": "low_latency"}
 
 #: Ranks that DeepEP's intranode kernels are compiled for
 RANKS = (2, 4, 8)
@@ -42,8 +39,8 @@ def add_arguments(parser):
         help="jobs of so many ranks (default: 2, 4 and 8 that fit on the GPUs, or share one)",
     )  # fmt: skip
     parser.add_argument(
-        "--kernels", type=_list_of(str), default=list(FAMILIES), metavar="NAME,...",
-        help="of {} (default: all)".format(", ".join(FAMILIES)),
+        "--kernels", type=_list_of(str), default=list(cases.FAMILIES), metavar="NAME,...",
+        help="of {} (default: all)".format(", ".join(cases.FAMILIES)),
     )  # fmt: skip
     parser.add_argument(
         "--case", action="append", default=[], metavar="NAME", help="only these cases"
@@ -70,11 +67,16 @@ def add_arguments(parser):
 
 def run(options):
     """Runs the jobs one after another. Returns the Report; raises UsageError."""
-    unknown = [name for name in options.kernels if name not in FAMILIES]
+    unknown = [name for name in options.kernels if name not in cases.FAMILIES]
     if unknown or not options.kernels:
         raise UsageError(
-            "no kernels {}: choose of {}".format(", ".join(unknown), ", ".join(FAMILIES))
+            "no kernels {}: choose of {}".format(", ".join(unknown), ", ".join(cases.FAMILIES))
         )
+    known = {c.name for name in options.kernels for c in cases.by_name(name, options.case)}
+    missing = sorted(set(options.case) - known)
+    if missing:
+        names = [c.name for name in options.kernels for c in cases.FAMILIES[name]]
+        raise UsageError("no case {}: choose of {}".format(missing[0], "; ".join(names)))
     if options.plot and not options.tokens:
         raise UsageError("--plot draws what --tokens measures: give both")
     if options.plot:
@@ -90,6 +92,8 @@ def run(options):
     ranks = options.ranks or default_ranks(len(gpus))
     with mps(options.mps, folder):
         for name in options.kernels:
+            if not cases.by_name(name, options.case):
+                continue
             reason = low_latency_missing() if name == "low-latency" else ""
             if reason:
                 report.add(name, "skip", reason, reference="deepseek-ai/DeepEP#695")
@@ -155,7 +159,7 @@ def _make(folder):
 
 def _job(report, options, name, ranks, gpus, folder):
     job = launcher.make_job(
-        FAMILIES[name], ranks, len(gpus), options.seconds, cases=options.case,
+        name, ranks, len(gpus), options.seconds, cases=options.case,
         repeats=options.repeats, mps=options.mps, bandwidth=options.tokens,
     )  # fmt: skip
     env = dict(os.environ)
@@ -174,33 +178,33 @@ def judge(report, name, outcome, gpus):
     job = outcome.job
     ranks, check = job["ranks"], "{}, {} ranks".format(name, job["ranks"])
     where = placement(ranks, gpus, job["mps"])
-    cases = summary(outcome)
+    made = summary(outcome)
     figures = bandwidth(outcome)
     report.facts["jobs"].append(
         {
             "kernels": name, "ranks": ranks, "placement": where, "seconds": outcome.seconds,
-            "cases": cases, "bandwidth": figures, "codes": [rank.code for rank in outcome.ranks],
+            "cases": made, "bandwidth": figures, "codes": [rank.code for rank in outcome.ranks],
         }
     )  # fmt: skip
-    wrong = [case for case in cases if not case["ok"]]
+    wrong = [case for case in made if not case["ok"]]
     if not outcome.finished:
         _add_failure(report, check, outcome, where)
-    elif wrong or not cases:
+    elif wrong or not made:
         first = wrong[0] if wrong else {"case": "none ran", "text": "no case of that name"}
         report.add(
             check, "fail", "{} of {} cases wrong ({}), first: {}: {}".format(
-                len(wrong), len(cases), where, first["case"], first["text"]
+                len(wrong), len(made), where, first["case"], first["text"]
             ),
             why="what arrives is not what was sent",
             action="`doctor`; then report the case, its seed and this line",
         )  # fmt: skip
     else:
-        elements = sum(case["elements"] for case in cases)
-        worst = max(case["worst"] for case in cases)
+        elements = sum(case["elements"] for case in made)
+        worst = max(case["worst"] for case in made)
         report.add(
             check, "pass",
             "{} cases, {:.1f} million elements right (combine at most {:.2f} of its bound), {}; "
-            "{} s".format(len(cases), elements / 1e6, worst, where, outcome.seconds),
+            "{} s".format(len(made), elements / 1e6, worst, where, outcome.seconds),
         )  # fmt: skip
     for row in figures:
         report.add(

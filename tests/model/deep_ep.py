@@ -263,19 +263,22 @@ class HybridEPBuffer:
             rows[0], rows[-1] = rows[-1], rows[0]
         return everyone, rows, mine
 
-    def dispatch(self, hidden, scaling_factor, routing_map, probs):
+    def dispatch(self, hidden, scaling_factor, routing_map, probs, handle=None):
         everyone, rows, mine = self._rows(hidden, scaling_factor, routing_map, probs)
+        if DEFECT == "handle ignored" and handle:
+            rows = rows[::-1]
         got = torch.zeros(len(rows), hidden.size(1), dtype=hidden.dtype)
-        got_probs = torch.full((len(rows), probs.size(1)), 7.0)
+        got_probs = None if probs is None else torch.full((len(rows), probs.size(1)), 7.0)
         scales = None if scaling_factor is None else torch.zeros(len(rows), scaling_factor.size(1))
         local_map = torch.zeros(len(rows), self.local, dtype=torch.bool)
         for row, (source, token) in enumerate(rows):
             got[row] = everyone[source][0][token]
-            got_probs[row, mine] = everyone[source][3][token, mine]
+            if probs is not None:
+                got_probs[row, mine] = everyone[source][3][token, mine]
             local_map[row] = everyone[source][2][token, mine]
             if scales is not None:
                 scales[row] = everyone[source][1][token]
-        if DEFECT == "weights of other ranks' experts" and rows:
+        if DEFECT == "weights of other ranks' experts" and rows and probs is not None:
             got_probs[0, mine] = 7
         size = torch.tensor(len(rows))
         return got, got_probs, scales, (rows, None, None, size, local_map, len(hidden), None)
@@ -286,17 +289,20 @@ class HybridEPBuffer:
     def _sum(self, hidden, probs, rows, tokens):
         everyone = self.world.exchange(self.rank, (rows, hidden, probs))
         total = torch.zeros(tokens, hidden.size(1))
-        weights = torch.zeros(tokens, probs.size(1))
+        weights = None if probs is None else torch.zeros(tokens, probs.size(1))
         for other, (their_rows, their_x, their_probs) in enumerate(everyone):
             if DEFECT == "last rank left out of the sum" and other == len(everyone) - 1:
                 continue
             for row, (source, token) in enumerate(their_rows):
                 if source == self.rank:
                     total[token] += their_x[row].float()
-                    weights[token] += their_probs[row]
+                    if weights is not None:
+                        weights[token] += their_probs[row]
         return total.to(torch.bfloat16), weights
 
-    def dispatch_with_permute(self, hidden, scaling_factor, routing_map, probs, pad_multiple):
+    def dispatch_with_permute(
+        self, hidden, scaling_factor, routing_map, probs, pad_multiple, fuse_permute_dispatch
+    ):
         everyone, rows, mine = self._rows(hidden, scaling_factor, routing_map, probs)
         order, counts = [], []
         for expert in range(self.local):
@@ -316,7 +322,7 @@ class HybridEPBuffer:
         handle = (rows, order, len(hidden), probs.size(1), mine)
         return got, got_probs, None, torch.tensor(counts), handle
 
-    def combine_with_unpermute(self, hidden, probs, handle, pad_multiple):
+    def combine_with_unpermute(self, hidden, probs, handle, pad_multiple, fuse_unpermute_combine):
         rows, order, tokens, experts, mine = handle
         sums = {row: torch.zeros(hidden.size(1)) for row in rows}
         weights = torch.zeros(len(rows), experts)

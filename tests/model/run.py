@@ -16,6 +16,7 @@ import torch
 TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(TESTS))
 import deep_ep  # noqa: E402 - the model, beside this file
+from dispatch import cases  # noqa: E402
 from dispatch.kernels import hybrid_ep, intranode, low_latency  # noqa: E402
 
 FAMILIES = {"intranode": intranode, "hybrid-ep": hybrid_ep, "low-latency": low_latency}
@@ -60,15 +61,15 @@ def main(family, ranks, defect, *names):
         multi_processor_count=132
     )
     module, world = FAMILIES[family], deep_ep.World(int(ranks))
-    module.CASES = [small(c) for c in module.CASES if not names or c.name in names]
+    chosen = [small(case) for case in cases.by_name(family, names)]
     jobs = [Job(rank, world) for rank in range(world.ranks)]
-    found = {case.name: [None] * world.ranks for case in module.CASES}
+    found = {case.name: [None] * world.ranks for case in chosen}
     errors = []
 
     def work(job):
         try:
             kernels = module.Kernels(job)
-            for case in module.CASES:
+            for case in chosen:
                 checks = kernels.run(case)
                 bad = [result["name"] for result in checks.results if not result["ok"]]
                 found[case.name][job.rank] = bad if checks.results else ["nothing compared"]

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..cases import POISON
+from ..inputs import POISON
 
 
 def skip_nvlink_check(job, deep_ep):

@@ -10,11 +10,9 @@ import torch
 
 from .. import cases as all_cases
 from .. import reference
-from ..cases import from_fp8, make_inputs
 from ..checks import Checks
+from ..inputs import from_fp8, make_inputs
 from .common import poison_outputs
-
-CASES = all_cases.HYBRID_EP
 
 
 class Kernels:
@@ -45,6 +43,11 @@ class Kernels:
         self.job.barrier()
         self._buffers.clear()
 
+    def poison(self, case):
+        """Overwrites memory that outputs will be made of; the buffers are HybridEP's own."""
+        poison_outputs(self.job, 2 * case.hidden * case.tokens * self.job.ranks * case.topk)
+        self.job.barrier()
+
     def run(self, case):
         """Dispatches and combines a case, and returns the Checks of every element."""
         checks, job = Checks(), self.job
@@ -54,11 +57,15 @@ class Kernels:
         routing, probs = multihot(mine.topk_idx, mine.topk_weights, experts)
         x = mine.x if case.dtype == "bf16" else mine.x.view(torch.uint8)
         buffer = self.buffer(case)
-        poison_outputs(job, 2 * case.hidden * case.tokens * job.ranks * case.topk)
-        job.barrier()
-        run = self._permuted if case.mode == "permuted" else self._plain
-        run(checks, case, inputs, buffer, dict(hidden=x, scaling_factor=mine.scales,
-                                               routing_map=routing, probs=probs))  # fmt: skip
+        self.poison(case)
+        run = self._permuted if case.mode in ("permuted", "fused") else self._plain
+        run(
+            checks, case, inputs, buffer,
+            dict(
+                hidden=x, scaling_factor=mine.scales, routing_map=routing,
+                probs=probs if case.weights else None,
+            ),
+        )  # fmt: skip
         return checks
 
     def _plain(self, checks, case, inputs, buffer, arguments):
@@ -66,6 +73,9 @@ class Kernels:
         want = reference.received(case, inputs, job.rank)
         first, rows = job.rank * local, len(want.source)
         got, got_probs, got_scales, handle = buffer.dispatch(**arguments)
+        if case.mode == "cached":
+            self.poison(case)
+            got, got_probs, got_scales, handle = buffer.dispatch(**arguments, handle=handle)
         checks.equal("dispatch: rows", int(handle[3].cpu()), rows)
         got, mine = got[:rows], slice(first, first + local)
         checks.exact("dispatch: rows' values", got, want.x.view(got.dtype))
@@ -73,16 +83,17 @@ class Kernels:
             checks.exact("dispatch: scales", got_scales[:rows], want.scales)
         routing, probs = multihot(want.topk_idx, want.topk_weights, local)
         checks.exact("dispatch: local experts", handle[4][:rows], routing)
-        checks.exact("dispatch: weights", got_probs[:rows, mine], probs)
+        weights = None
+        if case.weights:
+            checks.exact("dispatch: weights", got_probs[:rows, mine], probs)
+            # Of other ranks' experts a rank has nothing to say
+            weights = torch.zeros_like(got_probs)
+            weights[:rows, mine] = probs
         x = got
         if case.dtype == "fp8":
             x = from_fp8(got.view(torch.float8_e4m3fn), got_scales[:rows])
         sent = self._experts(case, want, x, job.rank)
-        # Of other ranks' experts a rank has nothing to say
-        weights = torch.zeros_like(got_probs)
-        weights[:rows, mine] = probs
-        poison_outputs(job, 2 * case.hidden * case.tokens)
-        job.barrier()
+        self.poison(case)
         got, got_probs = buffer.combine(sent, weights, handle)
         self._check_combine(checks, case, inputs, got, got_probs, arguments["probs"], 1)
 
@@ -90,7 +101,7 @@ class Kernels:
         job = self.job
         want = reference.received(case, inputs, job.rank)
         got, got_probs, _, per_expert, handle = buffer.dispatch_with_permute(
-            pad_multiple=case.alignment, **arguments
+            pad_multiple=case.alignment, fuse_permute_dispatch=case.mode == "fused", **arguments
         )
         order, valid = permutation(want, case.local_experts, case.alignment)
         step = case.alignment
@@ -109,11 +120,11 @@ class Kernels:
         checks.exact("dispatch: weights by expert", got_probs, expected)
         factor = (1.0 + column * 0.25 + job.rank * 0.5) * got_probs
         sent = (got.float() * factor.unsqueeze(1)).to(torch.bfloat16)
-        poison_outputs(job, 2 * case.hidden * case.tokens)
-        job.barrier()
+        self.poison(case)
         got, got_probs = buffer.combine_with_unpermute(
-            hidden=sent, probs=got_probs, handle=handle, pad_multiple=case.alignment
-        )
+            hidden=sent, probs=got_probs, handle=handle, pad_multiple=case.alignment,
+            fuse_unpermute_combine=case.mode == "fused",
+        )  # fmt: skip
         self._check_combine(checks, case, inputs, got, got_probs, arguments["probs"], 2)
 
     def _experts(self, case, want, x, rank):
@@ -136,7 +147,8 @@ class Kernels:
         terms = job.ranks if roundings == 1 else case.topk
         bound = reference.combine_bound(total, magnitude, terms, roundings)
         checks.within("combine", got, total, bound)
-        checks.exact("combine: weights", got_probs, probs)
+        if case.weights:
+            checks.exact("combine: weights", got_probs, probs)
 
     def bandwidth(self, tokens, hidden, topk):
         """Functions (dispatch, combine, bytes received here) of a shape, by a cached handle."""

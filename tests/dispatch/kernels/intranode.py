@@ -6,11 +6,9 @@ import torch
 
 from .. import cases as all_cases
 from .. import reference
-from ..cases import POISON, from_fp8, make_inputs
 from ..checks import Checks
+from ..inputs import POISON, from_fp8, make_inputs
 from .common import poison_outputs, skip_nvlink_check
-
-CASES = all_cases.INTRANODE
 
 #: SMs of DeepEP's own default
 NUM_SMS = 20
@@ -32,7 +30,7 @@ class Kernels:
         share = available // job.ranks_on_gpu if job.mps else available
         self.num_sms = min(NUM_SMS, share // 2 * 2)
         deep_ep.Buffer.set_num_sms(self.num_sms)
-        widest = 2 * max(case.hidden for case in CASES)
+        widest = 2 * max(case.hidden for case in all_cases.INTRANODE)
         size = self.config(CHUNKS).get_nvl_buffer_size_hint(widest, job.ranks)
         self.buffer = deep_ep.Buffer(job.group, size, 0, explicitly_destroy=True)
 

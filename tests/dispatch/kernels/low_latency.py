@@ -6,20 +6,9 @@ import torch
 
 from .. import cases as all_cases
 from .. import reference
-from ..cases import FP8_BLOCK, FP8_MAX, Case, make_inputs
 from ..checks import Checks
+from ..inputs import FP8_BLOCK, FP8_MAX, make_inputs
 from .common import poison_outputs, skip_nvlink_check
-
-CASES = (
-    Case("bf16", seed=1),
-    Case("fp8", dtype="fp8", seed=2),
-    Case("bf16, entries -1", routing="masked", hidden=2048, seed=3),
-    Case("fp8, empty experts", dtype="fp8", routing="empty", hidden=2048, topk=4, seed=4),
-    Case("uneven tokens", spread="uneven", hidden=2048, seed=5),
-    Case("fp8, hook", dtype="fp8", mode="hook", seed=6),
-    Case("bf16, hook", mode="hook", hidden=2048, seed=7),
-    Case("async", mode="async", hidden=2048, seed=8),
-)
 
 #: Tokens of a rank that the buffer has room for
 MAX_TOKENS = 128
@@ -33,7 +22,7 @@ class Kernels:
 
         self.job = job
         skip_nvlink_check(job, deep_ep)
-        widest, case = max(c.hidden for c in CASES), CASES[0]
+        widest, case = max(c.hidden for c in all_cases.LOW_LATENCY), all_cases.LOW_LATENCY[0]
         size = deep_ep.Buffer.get_low_latency_rdma_size_hint(
             MAX_TOKENS, widest, job.ranks, case.num_experts(job.ranks)
         )
