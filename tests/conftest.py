@@ -262,4 +262,5 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_report_header():
-    return f"cache: {paths.cache()}; python {sys.version.split()[0]}"
+    cache = os.environ.get("DEEPEP_CACHE", "not set (ci/test sets it up)")
+    return f"cache: {cache}; python {sys.version.split()[0]}"

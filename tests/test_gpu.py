@@ -116,7 +116,7 @@ def test_shape_that_hybrid_ep_refuses(dispatch, monkeypatch):
     assert code == 1
     (row,) = report["rows"]
     assert "TMA 16B alignment error" in row["evidence"]
-    assert "multiple of 4" in row["why"]
+    assert "does not take every number of tokens" in row["why"]
 
 
 def test_doctor(dispatch):

@@ -214,6 +214,55 @@ def test_first_that_says_why():
     assert cause["name"] == "two NVSHMEMs" and line.startswith("rank 1: ")
 
 
+EVIDENCE = Path(__file__).parent / "evidence" / "single-node"
+
+
+def recorded(name, codes):
+    """Outcome of a job that ran on an H200."""
+    folder = EVIDENCE / name
+    ranks = [launcher.read_rank(folder, rank, code) for rank, code in enumerate(codes)]
+    return launcher.Outcome(json.loads((folder / "job.json").read_text()), ranks, False, 6.4)
+
+
+def test_recorded_right():
+    report = judged(recorded("right", [0, 0]))
+    assert report.exit_code == 0
+    found = report.rows[0].found
+    assert found.startswith("1 cases, 9.2 million elements right (combine at most 0.99")
+    tokens = [row.data["tokens"] for row in report.rows if row.result == "info"]
+    assert tokens == [128, 512, 2048, 4096]
+    for row in report.rows[1:]:
+        assert 0.1 < row.data["dispatch_gbs"] < row.data["copy_gbs"] < 4800, row
+
+
+def test_recorded_right_but_for_one_element():
+    outcome = recorded("right", [0, 1])
+    case = next(event for event in outcome.ranks[1].events if event["event"] == "case")
+    case["ok"] = case["checks"][-1]["ok"] = False
+    case["checks"][-1]["text"] = "1 of 1024 elements differ"
+    report = judged(outcome)
+    assert report.exit_code == 1 and "rank 1, combine: top-k weights" in report.rows[0].found
+
+
+def test_recorded_rank_missing():
+    """A rank that left before its end, though its exit code is 0."""
+    outcome = recorded("right", [0, 0])
+    outcome.ranks[1].events = [e for e in outcome.ranks[1].events if e["event"] != "done"]
+    assert judged(outcome).exit_code == 1
+
+
+def test_recorded_fault():
+    """HybridEP with one token a rank, on four ranks."""
+    report = judged(recorded("misaligned", [3] * 4))
+    (row,) = report.rows
+    assert report.exit_code == 1
+    assert row.found.startswith(
+        "ended early (rank 0: 3, rank 1: 3, rank 2: 3, rank 3: 3), in case"
+    )
+    assert row.evidence == "rank 0: torch.AcceleratorError: CUDA error: misaligned address"
+    assert "pad the tokens" in row.action
+
+
 def bandwidth_event(tokens, milliseconds, size=1e6):
     return {
         "event": "bandwidth", "tokens": tokens, "bytes": size, "dispatch_ms": milliseconds,
@@ -312,9 +361,7 @@ def test_plot_needs_matplotlib(monkeypatch):
 def test_plot(matplotlib, tmp_path):
     """A picture of recorded figures, and none where nothing was measured."""
 
-    rows = [
-        dict(tokens=t, dispatch_gbs=t / 10, combine_gbs=t / 20, copy_gbs=100) for t in (64, 128)
-    ]
+    rows = single_node.bandwidth(recorded("right", [0, 0]))
     job = {"kernels": "intranode", "ranks": 2, "placement": "x", "bandwidth": rows}
     plot.draw([job], tmp_path / "plot.png", "NVIDIA H200")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,6 @@
 """What is dispatched: the cases of each family of kernels, as data."""
 
 import dataclasses
-import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -9,7 +8,7 @@ class Case:
     """One dispatch and its combine.
 
     tokens: of each rank; spread: "uneven" (another number on each, down to 1), "one_rank_empty"
-    (the last has none), "fewest" (as few as HybridEP takes: tokens times ranks a multiple of 4).
+    (the last has none), "fewest" (16, to which HybridEP aligns; it faults with 1).
     routing: "random", "skewed" (all to one expert), "empty" (every second expert and the whole
     last rank get nothing), "masked" (entries are -1, some tokens wholly).
     mode: "plain", "cached" (a second dispatch by the handle of the first), "async" (events and the
@@ -40,7 +39,7 @@ class Case:
         if self.spread == "one_rank_empty" and rank == ranks - 1:
             return 0
         if self.spread == "fewest":
-            return 4 // math.gcd(4, ranks)
+            return 16
         return self.tokens
 
     def num_experts(self, ranks):

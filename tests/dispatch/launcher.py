@@ -46,8 +46,11 @@ class RankOutcome:
         return begun
 
     @property
-    def ready(self):
-        return any(event["event"] == "ready" for event in self.events)
+    def said(self):
+        """The line that says most: what ended the rank, else the last it printed, else ""."""
+        errors = [event["text"] for event in self.events if event["event"] == "error"]
+        lines = (errors or self.lines or [""])[-1].strip().splitlines()
+        return lines[0] if lines else ""
 
 
 @dataclasses.dataclass
@@ -132,7 +135,7 @@ def run(job, folder, python=sys.executable, env=None):
             )
         hung = not _wait(processes, begin + job["seconds"])
         codes = [process.poll() for process in processes]
-    ranks = [_outcome(folder, rank, code) for rank, code in enumerate(codes)]
+    ranks = [read_rank(folder, rank, code) for rank, code in enumerate(codes)]
     return Outcome(job, ranks, hung, round(time.monotonic() - begin, 1))
 
 
@@ -164,7 +167,8 @@ def _kill(processes):
         process.wait()
 
 
-def _outcome(folder, rank, code):
+def read_rank(folder, rank, code):
+    """RankOutcome of a rank from what it left in the job's folder."""
     events = []
     path = folder / "rank-{}.jsonl".format(rank)
     if path.exists():

@@ -105,6 +105,10 @@ def run(options):
 
         plot.draw(report.facts["jobs"], options.plot, gpus[0]["name"])
         report.notes.append("plot: {}".format(options.plot))
+    if options.tokens and any(number > len(gpus) for number in ranks):
+        report.notes.append(
+            "GB/s of ranks that share a GPU are those of taking turns on it, not of NVLink."
+        )
     if report.exit_code == 0 and not options.logs:
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -229,10 +233,10 @@ def _add_failure(report, check, outcome, where):
             codes or "no exit code", ", in case {!r}".format(case) if case else "", where
         )
     cause, evidence = causes.of_outcome(outcome)
-    last = ["rank {}: {}".format(r.rank, r.lines[-1]) for r in outcome.ranks if r.lines][:8]
+    last = ["rank {}: {}".format(r.rank, r.said) for r in outcome.ranks if r.said]
     report.add(
         check, "fail", found,
-        evidence=evidence or "; ".join(last) or "no rank printed anything",
+        evidence=evidence or "; ".join(last[:8]) or "no rank printed anything",
         why=cause["cause"] if cause else "none of the known causes fits what the ranks printed",
         reference=cause["reference"] if cause else "",
         action=cause["action"] if cause else "read the ranks' logs; `doctor` shows what is loaded",
