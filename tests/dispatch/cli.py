@@ -12,6 +12,7 @@ COMMANDS = {
     "doctor": ("doctor", "what is installed and loaded here, and whether it can work"),
     "qp-layout": ("qp_layout", "DeepEP's queue-pair lookup against NVSHMEM's own, on one GPU"),
     "single-node": ("single_node", "real dispatch and combine on 1 to 8 GPUs of this node"),
+    "accept": ("accept", "the report's acceptance criteria on a finished run of its benchmark"),
     "prove": ("prove", "the three of them on this node, with one summary"),
 }
 

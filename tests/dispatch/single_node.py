@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from . import cases, causes, launcher
-from .diagnosis import child
+from .diagnosis import child, machine
 from .errors import UsageError
 from .report import Report
 
@@ -137,16 +137,10 @@ def default_ranks(gpus):
 
 def low_latency_missing():
     """Why low-latency kernels cannot run on this node, "" if they can."""
-    found = child.probe("machine", deadline=20)
-    hcas = found.get("hcas") or []
-    active = [
-        hca["name"]
-        for hca in hcas
-        if "mlx5" in hca["driver"]
-        and any("ACTIVE" in (port["state"] or "") for port in hca["ports"])
-    ]
-    if active:
+    facts = {"machine": child.probe("machine", deadline=20)}
+    if machine.usable(facts):
         return ""
+    hcas = facts["machine"].get("hcas", [])
     seen = ", ".join(hca["name"] for hca in hcas) or "none"
     return (
         "not run: no active mlx5 HCA on this node (seen: {}). Without IBGDA, NVSHMEM 3.6 leaves "
