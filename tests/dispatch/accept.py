@@ -1,8 +1,8 @@
 """accept: does a finished run of Automodel's benchmark meet the report's acceptance criteria?
 
 The report is NVIDIA-NeMo/Automodel#3967. Its benchmark (nemo_automodel.recipes.llm.benchmark)
-writes one JSON object (--benchmark.json_output_path); its rank 0 logs `Rank 0 | Iteration N` when an
-iteration begins, and the same with its loss when it ends. Logs are read line by line.
+writes one JSON object (--benchmark.json_output_path); its rank 0 logs `Rank 0 | Iteration N` when
+an iteration begins, and the same with its loss when it ends. Logs are read line by line.
 """
 
 import glob
