@@ -72,6 +72,15 @@ def run(options):
         raise UsageError(
             "no kernels {}: choose of {}".format(", ".join(unknown), ", ".join(cases.FAMILIES))
         )
+    wrong = [number for number in options.ranks or () if number not in RANKS]
+    if wrong:
+        raise UsageError(
+            "--ranks {}: DeepEP's kernels within a node are compiled for {} ranks".format(
+                wrong[0], ", ".join(map(str, RANKS))
+            )
+        )
+    if options.repeats < 1:
+        raise UsageError("--repeats {}: at least 1".format(options.repeats))
     known = {c.name for name in options.kernels for c in cases.by_name(name, options.case)}
     missing = sorted(set(options.case) - known)
     if missing:
