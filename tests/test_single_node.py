@@ -109,13 +109,27 @@ time.sleep(300)
     report = judged(outcome)
     (row,) = report.rows
     assert report.exit_code == 1
-    assert row.found.startswith("hung: killed after 3 s, in case 'entries -1'")
+    assert row.found.startswith("hung: killed after 3 s without a sign, in case 'entries -1'")
     assert "rank 0: waiting for rank 1" in row.evidence
     assert row.why == "none of the known causes fits what the ranks printed"
     for path in Path(outcome_folder(outcome, run_ranks)).glob("child-*"):
         pid = int(path.read_text())
         status = Path(f"/proc/{pid}/status")
         assert not status.exists() or "Z (zombie)" in status.read_text()
+
+
+def test_slow_is_not_hung(run_ranks):
+    """Twice as long as the deadline, with a sign now and then."""
+    behaviour = """
+for case in "abcdef":
+    write(event="begin", case=case)
+    time.sleep(0.7)
+    write(event="case", case=case, seed=1, ok=True, seconds=0.7, checks=[check])
+write(event="done")
+"""
+    outcome = run_ranks(behaviour, seconds=2)
+    assert not outcome.hung and outcome.seconds > 4
+    assert judged(outcome).exit_code == 0
 
 
 def outcome_folder(outcome, run_ranks):

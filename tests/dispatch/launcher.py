@@ -1,4 +1,7 @@
-"""Starts the ranks of a job on this node, and never waits longer than its deadline."""
+"""Starts the ranks of a job on this node, and never waits longer than its deadline for a sign.
+
+A sign is a line that a rank writes: it starts, is ready, begins a case or ends it.
+"""
 
 import contextlib
 import dataclasses
@@ -71,7 +74,8 @@ class Outcome:
 
 
 def make_job(kernels, ranks, gpus, seconds, **more):
-    """The document that ranks read (job.json). seconds: the deadline. Raises UsageError."""
+    """The document that ranks read (job.json). seconds: the deadline, without a sign of any rank
+    (HybridEP may compile for minutes, but no case of it does). Raises UsageError."""
     if not 1 <= seconds < DEEPEP_TIMEOUT:
         raise UsageError(
             "a deadline of {} s: it has to lie between 1 and {} s, below DeepEP's own time-out, "
@@ -133,25 +137,29 @@ def run(job, folder, python=sys.executable, env=None):
                     start_new_session=True,
                 )
             )
-        hung = not _wait(processes, begin + job["seconds"])
+        hung = not _wait(processes, folder, job["seconds"])
         codes = [process.poll() for process in processes]
     ranks = [read_rank(folder, rank, code) for rank, code in enumerate(codes)]
     return Outcome(job, ranks, hung, round(time.monotonic() - begin, 1))
 
 
-def _wait(processes, deadline):
-    """True if all ended, or one failed and the others had GRACE; False at the deadline."""
+def _wait(processes, folder, seconds):
+    """True if all ended, or one failed and the others had GRACE; False after seconds without a
+    sign."""
+    signs, deadline = -1, 0.0
     while True:
         codes = [process.poll() for process in processes]
         if None not in codes:
             return True
         now = time.monotonic()
-        if now >= deadline:
+        seen = sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
+        if seen != signs:
+            signs, deadline = seen, now + seconds
+        elif now >= deadline:
             return False
         # A wrong element (1) stops nobody: that rank has come to its end
         if any(code not in (None, 0, 1) for code in codes):
-            deadline_of_others = min(deadline, now + GRACE)
-            while time.monotonic() < deadline_of_others:
+            while time.monotonic() < now + GRACE:
                 if None not in [process.poll() for process in processes]:
                     break
                 time.sleep(0.1)

@@ -48,22 +48,23 @@ class Job:
 class Log:
     """Events as lines of JSON: a killed rank leaves all of them but the one it was writing."""
 
-    def __init__(self, path):
+    def __init__(self, path, seconds):
         self._file = open(path, "w", encoding="utf-8")
+        # A rank that hangs says where, shortly before the launcher kills it
+        self._silence = max(0.5, seconds - 3)
 
     def write(self, event, **fields):
         self._file.write(json.dumps(dict(fields, event=event)) + "\n")
         self._file.flush()
+        faulthandler.dump_traceback_later(self._silence)
 
 
 def main(arguments):
     """Runs a rank. Returns its exit code."""
     folder, rank = Path(arguments[0]), int(arguments[1])
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    log = Log(folder / "rank-{}.jsonl".format(rank))
-    # A rank that hangs says where, shortly before the launcher kills it
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(1, job["seconds"] - 3))
+    log = Log(folder / "rank-{}.jsonl".format(rank), job["seconds"])
     try:
         log.write("start", pid=os.getpid())
         return _run(job, folder, rank, log)

@@ -19,7 +19,7 @@ from .report import Report
 #: Ranks that DeepEP's intranode kernels are compiled for
 RANKS = (2, 4, 8)
 
-#: Seconds of a job of ranks; DeepEP's own time-out is 100
+#: Seconds without a sign of any rank; DeepEP's own time-out is 100
 DEADLINE = 95
 
 
@@ -49,7 +49,10 @@ def add_arguments(parser):
         "--repeats", type=int, default=1, help="rounds of all cases, with other seeds each"
     )
     parser.add_argument(
-        "--seconds", type=int, default=DEADLINE, help="deadline of a job (default: %(default)s)"
+        "--seconds",
+        type=int,
+        default=DEADLINE,
+        help="a job may show no sign for so long (default: %(default)s)",
     )
     parser.add_argument(
         "--tokens", type=_list_of(int), default=[], metavar="N,...",
@@ -225,7 +228,7 @@ def _add_failure(report, check, outcome, where):
     hanging = [rank for rank in outcome.ranks if rank.code is None] if outcome.hung else []
     if outcome.hung:
         case = next((rank.last_case for rank in hanging if rank.last_case), None)
-        found = "hung: killed after {} s, {} ({})".format(
+        found = "hung: killed after {} s without a sign, {} ({})".format(
             outcome.job["seconds"],
             "in case {!r}".format(case) if case else "before the first case", where,
         )  # fmt: skip
