@@ -118,7 +118,7 @@ def built(fabric_cache, verbs_include, cuda_home):
 
     def program(libraries: Path, sanitizer: str) -> Path:
         sources = [s for s in sorted(SOURCES.glob("*.cpp")) if s.name not in ALONE]
-        flags = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread"]
+        flags = ["-std=c++17", "-O0", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread"]
         flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"] if sanitizer else []
         content = hashlib.sha256(" ".join(flags).encode())
         for source in sorted(SOURCES.iterdir()):
@@ -198,7 +198,7 @@ def test_every_defect_is_looked_for():
 @pytest.mark.parametrize("defect", SEEN_BY)
 def test_defect_turns_the_self_test_red(built, defect):
     for case in SEEN_BY[defect]:
-        done = run(built, case, defect=defect)
+        done = run(built, case, defect=defect, SELF_TEST_SECONDS="3")
         # By its own assertion, not by a crash or by a case that cannot start
         assert done.returncode == 1, f"{case} is green with {defect}"
         assert "self test: rank" in done.stderr, done.stderr
@@ -349,28 +349,65 @@ def test_report_of_a_hung_process(built, tmp_path, number, fatal):
 
 
 @pytest.fixture(scope="session")
-def preload_probe(built, fabric_cache, verbs_include, cuda_home, tmp_path_factory):
-    """(program, stand-in for the CUDA driver)"""
-    folder = tmp_path_factory.mktemp("preload")
+def fake_driver(cuda_home, tmp_path_factory):
+    """libcuda.so.1 without a GPU, in a folder of its own."""
+    target = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    command += ["-isystem", cuda_home / "include", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*command, SOURCES / "fake_driver.cpp", "-o", target], check=True)
+    return target
+
+
+@pytest.fixture
+def on_cuda_path(built, fake_driver):
+    """Variables of a run whose NIC copies by the CUDA driver's calls."""
+    return {
+        "LD_LIBRARY_PATH": f"{built()[0]}:{fake_driver.parent}",
+        "EMULATED_FABRIC_COPY": "cuda",
+        "FAKE_CUDA_DEVICE": "all",
+    }
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "sleeper"])
+@pytest.mark.parametrize("memory", ["heap", "all"], ids=["hostmem", "gpumem"])
+def test_case_on_cuda_path(built, on_cuda_path, memory, case):
+    """The CUDA engine's calls, and NIC buffers of both memory types, on a driver that copies."""
+    done = run(built, case, **{**on_cuda_path, "FAKE_CUDA_DEVICE": memory})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables, status, words",
+    [
+        ({"FAKE_CUDA_FAIL_AT": "3"}, CUDA_ERROR, "CUDA error 700 (the fake driver's error)"),
+        ({"FAKE_CUDA_DEVICE": "managed"}, REFUSED, "managed memory at"),
+    ],
+    ids=["error 700", "managed memory"],
+)
+def test_failure_on_cuda_path(built, on_cuda_path, variables, status, words):
+    done = run(built, "write", **{**on_cuda_path, "SELF_TEST_SECONDS": "3", **variables})
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert f"ended with exit status {status}" in done.stderr
+
+
+@pytest.fixture(scope="session")
+def preload_probe(built, verbs_include, cuda_home, tmp_path_factory):
     libraries, _ = built()
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
     sources = [SOURCES / f"{name}.cpp" for name in ("preload_probe", "producer", "support")]
-    program, driver = folder / "probe", folder / "libfakecuda.so"
+    program = tmp_path_factory.mktemp("preload") / "probe"
     compile_program(sources, program, libraries, flags, verbs_include, cuda_home)
-    include = ["-isystem", cuda_home / "include"]
-    command = ["g++", *flags, *include, "-fPIC", "-shared", SOURCES / "fake_driver.cpp"]
-    subprocess.run([*command, "-o", driver], check=True)
-    return program, driver
+    return program
 
 
-def test_preload(built, preload_probe, tmp_path):
-    program, driver = preload_probe
+def test_preload(built, preload_probe, fake_driver, tmp_path):
     libraries, _ = built()
     variables = environment(libraries, tmp_path / "segment", 0, 1, host="node-a", inherited={})
     variables["EMULATED_FABRIC_COPY"] = "memcpy"
     variables["EMULATED_FABRIC_GPU_PCI"] = ""
     done = subprocess.run(
-        [program, driver],
+        [preload_probe, fake_driver],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -415,8 +452,8 @@ assert library.nvshmemt_init
 verbs = ctypes.CDLL("libibverbs.so.1")
 for name in sys.argv[2:]:
     getattr(verbs, name)
-mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libmlx5" in line or "libibverbs" in line}
-print(*sorted(mapped), sep="\\n")
+mapped = {line.split()[-1] for line in open("/proc/self/maps")}
+print(*sorted(m for m in mapped if "libmlx5" in m or "libibverbs" in m), sep="\\n")
 """
 
 

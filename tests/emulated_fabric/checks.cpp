@@ -135,7 +135,8 @@ void two_nics(Ranks& ranks) {
     ranks.barrier();
     const auto note = [&](int place) { return ranks.note_of(other, place); };
     for (int n = 0; n < 2; ++n)
-        senders[n]->connect(static_cast<uint32_t>(note(2 + n)), static_cast<uint16_t>(note(4 + n)));
+        senders[n]->connect(static_cast<uint32_t>(note(2 + n)),
+                            static_cast<uint16_t>(note(4 + n)));
     ranks.barrier();
     for (int n = 0; n < 2; ++n) {
         const uint64_t value = static_cast<uint64_t>(100 + n);

@@ -54,7 +54,7 @@ void killed_peer(Ranks& ranks) {
         pair.sender().nop();
         pair.sender().nop();
         pair.sender().ring();
-        std::this_thread::sleep_for(std::chrono::seconds(kSeconds));
+        std::this_thread::sleep_for(std::chrono::duration<double>(patience()));
         fail(__FILE__, __LINE__, "this process is alive");
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(300));

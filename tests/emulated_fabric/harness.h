@@ -19,7 +19,7 @@ extern Board* the_board;
 
 // A barrier orders memory between processes, which the thread sanitizer cannot see: any verb takes
 // the NIC's lock, which it can. Set by the first Nic.
-extern void (*after_barrier)();
+extern void (*around_barrier)();
 
 class Ranks {
 public:
@@ -67,11 +67,12 @@ extern const int kCaseCount;
                      std::to_string(expected_)); \
     } while (false)
 
-constexpr int kSeconds = 15;  // that something may take before the case fails
+// Time that something may take before the case fails: SELF_TEST_SECONDS, or 15
+double patience();
 
 // Waits until the condition holds; false after the time
 template <typename Condition>
-bool until(Condition condition, double seconds = kSeconds);
+bool until(Condition condition, double seconds = patience());
 
 // Gives the processor away; sleeps if the wait is a long one. Ends the process if a rank failed.
 void pause_briefly(bool long_since);

@@ -9,6 +9,10 @@ T value_at(uint8_t* memory) {
     return __atomic_load_n(reinterpret_cast<T*>(memory), __ATOMIC_ACQUIRE);
 }
 
+uint64_t operand_at(uint8_t* memory, int bytes) {
+    return bytes == 4 ? value_at<uint32_t>(memory) : value_at<uint64_t>(memory);
+}
+
 }  // namespace
 
 void write(Ranks& ranks) {
@@ -27,7 +31,9 @@ void split_write(Ranks& ranks) {
     Pair pair(ranks, 1, 6, 8u << 20);
     constexpr size_t half = 4u << 20;
     uint32_t seed = 0;
-    for (const uint32_t bytes : {1u, 7u, 8u, 9u, 32767u, 32768u, 32769u, 65536u, 400000u, 3500001u}) {
+    constexpr uint32_t sizes[] = {1,     7,     8,     9,      32767,
+                                  32768, 32769, 65536, 400000, 3500001};
+    for (const uint32_t bytes : sizes) {
         ++seed;
         if (pair.sends()) {
             fill(pair.memory.at(0), bytes, seed);
@@ -128,14 +134,11 @@ void masked_fetch_add(Ranks& ranks) {
             std::memset(old.at(0), 0, 8);
             pair.sender().masked_fetch_add(bytes, operand, boundary, old, pair.at(8));
             pair.sender().finish();
-            EXPECT_EQUAL(bytes == 4 ? value_at<uint32_t>(old.at(0)) : value_at<uint64_t>(old.at(0)),
-                         start);
+            EXPECT_EQUAL(operand_at(old.at(0), bytes), start);
         }
         ranks.barrier();
         if (not pair.sends()) {
-            EXPECT_EQUAL(bytes == 4 ? value_at<uint32_t>(pair.memory.at(8))
-                                    : value_at<uint64_t>(pair.memory.at(8)),
-                         expected);
+            EXPECT_EQUAL(operand_at(pair.memory.at(8), bytes), expected);
             EXPECT_EQUAL(*pair.memory.at(7), 0x5a);
             EXPECT_EQUAL(*pair.memory.at(8 + static_cast<size_t>(bytes)), 0x5a);
         }
@@ -167,14 +170,11 @@ void masked_compare_swap(Ranks& ranks) {
             pair.sender().ring();
             EXPECT(pair.sender().wait(last));
             EXPECT_EQUAL(pair.sender().completion_opcode(), MLX5_CQE_REQ);
-            EXPECT_EQUAL(bytes == 4 ? value_at<uint32_t>(old.at(0)) : value_at<uint64_t>(old.at(0)),
-                         start);
+            EXPECT_EQUAL(operand_at(old.at(0), bytes), start);
         }
         ranks.barrier();
         if (not pair.sends()) {
-            EXPECT_EQUAL(bytes == 4 ? value_at<uint32_t>(pair.memory.at(8))
-                                    : value_at<uint64_t>(pair.memory.at(8)),
-                         expected);
+            EXPECT_EQUAL(operand_at(pair.memory.at(8), bytes), expected);
             EXPECT_EQUAL(*pair.memory.at(8 + static_cast<size_t>(bytes)), 0x5a);
         }
         ranks.barrier();

@@ -32,7 +32,7 @@ int main(int, char** arguments) {
 
     void* driver = dlopen(arguments[1], RTLD_NOW | RTLD_GLOBAL);
     if (not driver) return 2;
-    auto* flags = static_cast<unsigned int*>(dlsym(driver, "last_flags"));
+    auto flags = reinterpret_cast<unsigned int (*)()>(dlsym(driver, "last_flags"));
     auto get = reinterpret_cast<decltype(&cuGetProcAddress_v2)>(
         dlsym(RTLD_DEFAULT, "cuGetProcAddress_v2"));
     void* function = nullptr;
@@ -42,8 +42,8 @@ int main(int, char** arguments) {
     mlx5dv_devx_uar* uar = mlx5dv_devx_alloc_uar(nic.context, MLX5DV_UAR_ALLOC_TYPE_NC);
     constexpr unsigned int all = 7;  // portable, mapped, I/O memory
     host_register(uar->reg_addr, 8, all);
-    std::printf("uar %u\n", *flags);
+    std::printf("uar %u\n", flags());
     host_register(path, 8, all);
-    std::printf("other %u\n", *flags);
+    std::printf("other %u\n", flags());
     return 0;
 }

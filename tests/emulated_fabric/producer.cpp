@@ -115,7 +115,7 @@ Nic::Nic(int number) {
     pd = verbs().alloc_pd(context);
     if (first_context) return;
     first_context = context;
-    after_barrier = take_the_nics_lock;
+    around_barrier = take_the_nics_lock;
 }
 
 Buffer::Buffer(const Nic& nic, size_t size, int access)

@@ -122,7 +122,7 @@ public:
     uint8_t completion_opcode() const;
     uint8_t syndrome() const;
     uint32_t completion_qpn() const;
-    bool wait(uint16_t index, double seconds = kSeconds) const;
+    bool wait(uint16_t index, double seconds = patience()) const;
     // Rings, and expects the last WQE's completion without an error
     void finish();
     // Rings, and expects the last WQE's completion with this syndrome

@@ -75,7 +75,7 @@ void init_obj(Nic&) {
 }
 
 // The NIC's thread refuses, and ends the process
-void wait_for_the_end() { std::this_thread::sleep_for(std::chrono::seconds(kSeconds)); }
+void wait_for_the_end() { std::this_thread::sleep_for(std::chrono::duration<double>(patience())); }
 
 void opcode(Nic& nic, uint8_t code, uint8_t opmod, size_t behind = 48) {
     Sender sender(nic, 0);

@@ -9,7 +9,13 @@
 #include "harness.h"
 
 Board* the_board = nullptr;
-void (*after_barrier)() = nullptr;
+
+double patience() {
+    static const char* const given = std::getenv("SELF_TEST_SECONDS");
+    return given ? std::atof(given) : 15;
+}
+
+void (*around_barrier)() = nullptr;
 
 void fail(const char* file, int line, const std::string& what) {
     const char* rank = std::getenv("EMULATED_FABRIC_RANK");
@@ -32,8 +38,9 @@ void pause_briefly(bool long_since) {
 
 void Ranks::barrier() {
     const uint32_t all = ++barriers_ * static_cast<uint32_t>(count_);
+    if (around_barrier) around_barrier();
     board_->arrived.fetch_add(1);
-    if (not until([&] { return board_->arrived.load() >= all; }, 2 * kSeconds))
+    if (not until([&] { return board_->arrived.load() >= all; }, 2 * patience()))
         fail(__FILE__, __LINE__, "the other ranks did not come to the barrier");
-    if (after_barrier) after_barrier();
+    if (around_barrier) around_barrier();
 }

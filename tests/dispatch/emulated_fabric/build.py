@@ -25,12 +25,14 @@ ERROR_LINES = 15
 
 
 class BuildError(Exception):
-    """The emulated fabric cannot be built: a missing header or compiler, or the compiler's error."""
+    """It cannot be built: a missing header or compiler, or what the compiler says."""
 
 
 def defects():
     """Names of the defects that a build may have on purpose, from src/defects.h."""
-    enumeration = re.search(r"enum class Defect {(.*?)};", (SOURCES / "defects.h").read_text(), re.S)
+    enumeration = re.search(
+        r"enum class Defect {(.*?)};", (SOURCES / "defects.h").read_text(), re.S
+    )
     return [n for n in re.findall(r"^ *(\w+),", enumeration.group(1), re.M) if n != "none"]
 
 

@@ -79,7 +79,8 @@ uint32_t create_cq(uint32_t nic, const Mailbox& mailbox) {
     const uint32_t log_size = mailbox.in[cq::kContext + prm::cqc::kLogCqSize] & 0x1f;
     const Umem entries =
         umem_part(load_be32(mailbox.in + cq::kCqUmemId), nic,
-                  load_be64(mailbox.in + cq::kCqUmemOffset), uint64_t{64} << log_size, "CREATE_CQ");
+                  load_be64(mailbox.in + cq::kCqUmemOffset), uint64_t{64} << log_size,
+                  "CREATE_CQ");
     const uint32_t cqn = next_number();
     const NicLock lock;
     add_completion_queue({cqn, nic, entries});

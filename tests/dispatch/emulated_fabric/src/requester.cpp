@@ -103,7 +103,11 @@ bool Requester::issue_from(QueuePair* qp) {
 bool Requester::take_next(QueuePair* qp) {
     if (qp->consumer == qp->producer) return false;
     uint8_t bytes[kMaxWqe];
-    if (not qp->send_queue.gather(qp->consumer, qp->qpn, bytes, now_ns())) return false;
+    if (not qp->send_queue.gather(qp->consumer, qp->qpn, bytes, now_ns())) {
+        // Of a ring in device memory, the copy was early
+        qp->send_queue.fetch(engine_, qp->consumer, qp->producer - qp->consumer);
+        return false;
+    }
 
     const ControlSegment control = decode_control(bytes);
     // HCAs start a fenced WQE after the reads and atomics before it; after all is stricter

@@ -49,7 +49,8 @@ Segment::Segment() {
         refuse("cannot make %s of %zu bytes: %s", s.segment.c_str(), bytes, std::strerror(errno));
     if (const int error = posix_fallocate(file_, 0, rounded(sizeof(Tables))))
         refuse("no room for %s: %s", s.segment.c_str(), std::strerror(error));
-    void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0);
+    void* base =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file_, 0);
     if (base == MAP_FAILED) refuse("cannot map %s: %s", s.segment.c_str(), std::strerror(errno));
     // A forked child has neither the lock nor the NIC thread
     madvise(base, bytes, MADV_DONTFORK);
