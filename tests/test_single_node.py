@@ -1,5 +1,6 @@
 """single-node without a GPU: the launcher, what is said of a failure, and the report."""
 
+import argparse
 import json
 import os
 import re
@@ -313,6 +314,84 @@ def test_placement(gpus, ranks, words):
 @pytest.mark.parametrize("gpus,ranks", [(1, [2, 4, 8]), (2, [2]), (5, [2, 4]), (8, [2, 4, 8])])
 def test_default_ranks(gpus, ranks):
     assert single_node.default_ranks(gpus) == ranks
+
+
+@pytest.fixture
+def whole(tmp_path, monkeypatch):
+    """Function (behaviour of a rank, arguments) -> (Report, folder of logs) of single-node.run, on
+    one GPU that is not there, with processes in place of ranks."""
+    logs = tmp_path / "kept"
+    monkeypatch.setattr(single_node, "find_gpus", lambda: H200)
+    monkeypatch.setattr(single_node.tempfile, "mkdtemp", lambda prefix: (logs.mkdir(), logs)[1])
+
+    def call(behaviour, *arguments):
+        python = tmp_path / "python"
+        python.write_text(RANK.format(python=sys.executable, behaviour=behaviour))
+        python.chmod(0o755)
+        parser = argparse.ArgumentParser()
+        single_node.add_arguments(parser)
+        options = parser.parse_args([*arguments, "--python", str(python)])
+        report = single_node.run(options)
+        jsonschema.validate(report.document(), SCHEMA)
+        return report, logs
+
+    return call
+
+
+def test_all_of_it(whole, monkeypatch):
+    monkeypatch.setattr(single_node, "low_latency_missing", lambda: "not run: no HCA")
+    report, logs = whole(GOOD)
+    assert [(row.check, row.result) for row in report.rows] == [
+        *((f"intranode, {ranks} ranks", "pass") for ranks in (2, 4, 8)),
+        *((f"hybrid-ep, {ranks} ranks", "pass") for ranks in (2, 4, 8)),
+        ("low-latency", "skip"),
+    ]
+    assert report.exit_code == 0 and not logs.exists()
+
+
+def test_logs_of_what_failed_are_kept(whole):
+    report, logs = whole("sys.exit(3)", "--kernels", "intranode", "--ranks", "2")
+    assert report.exit_code == 1
+    assert report.notes == [f"each rank's output: {logs}"]
+    assert (logs / "intranode-2-ranks" / "rank-1.log").exists()
+
+
+def test_only_a_skip_is_no_pass(whole, monkeypatch):
+    monkeypatch.setattr(single_node, "low_latency_missing", lambda: "not run: no HCA")
+    report, _ = whole(GOOD, "--kernels", "low-latency")
+    assert report.exit_code == 2 and report.document()["verdict"] == "not made"
+
+
+MPS_CONTROL = """#!/bin/sh
+echo "$@ $CUDA_MPS_PIPE_DIRECTORY $(cat)" >> {log}
+exit {code}
+"""
+
+
+def mps_control(folder, monkeypatch, code):
+    """An nvidia-cuda-mps-control on PATH that notes how it is called."""
+    program = folder / "bin" / "nvidia-cuda-mps-control"
+    program.parent.mkdir()
+    program.write_text(MPS_CONTROL.format(log=folder / "mps.txt", code=code))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return folder / "mps.txt"
+
+
+def test_mps_is_started_and_ended(whole, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    log = mps_control(tmp_path, monkeypatch, 0)
+    tell = 'assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] and job["mps"]\n'
+    report, logs = whole(tell + GOOD, "--kernels", "intranode", "--ranks", "2", "--mps")
+    assert "at once by MPS" in report.rows[0].found and report.exit_code == 0
+    assert log.read_text().splitlines() == [f"-d {logs}/mps ", f" {logs}/mps quit"]
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+
+def test_mps_that_does_not_start(whole, tmp_path, monkeypatch):
+    mps_control(tmp_path, monkeypatch, 1)
+    with pytest.raises(UsageError, match="MPS does not start .*: leave --mps out"):
+        whole(GOOD, "--kernels", "intranode", "--ranks", "2", "--mps")
 
 
 @pytest.fixture
