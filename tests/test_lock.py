@@ -1,7 +1,7 @@
 """Tampered locks and patches: ci/check, offline, catches each kind and says what is wrong."""
 
 import json
-import time
+import os
 
 import pytest
 from deepep_ci import paths
@@ -244,10 +244,10 @@ def test_known_bad_pair_is_no_environment(lock, offline):
 
 
 def test_offline_check_is_quick(run):
-    """All environments in under a second once set up; the best of three, machines are noisy."""
-    times = []
-    for _ in range(3):
-        begin = time.monotonic()
-        assert run(paths.TOP, "check", "--spack", "off").returncode == 0
-        times.append(time.monotonic() - begin)
-    assert min(times) < 1.0, times
+    """All environments in under a second once set up, of processor time: others use it too."""
+    run(paths.TOP, "check", "--spack", "off")
+    before = os.times()
+    assert run(paths.TOP, "check", "--spack", "off").returncode == 0
+    after = os.times()
+    used = sum(after[2:4]) - sum(before[2:4])  # of children, user and system
+    assert 0 < used < 1.0
