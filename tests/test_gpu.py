@@ -108,7 +108,7 @@ def test_hang_is_killed(dispatch):
     assert report["rows"][0]["found"].startswith("hung: killed after 1 s without a sign")
 
 
-def test_shape_that_hybrid_ep_refuses(dispatch, monkeypatch):
+def test_shape_that_hybrid_ep_refuses(dispatch):
     """A refusal of the library ends the job at once, and is told by its own words."""
     code, report, said = dispatch(
         "single-node", "--kernels", "hybrid-ep", "--ranks", "2", "--case", "refused: one token"

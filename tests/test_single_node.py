@@ -93,7 +93,7 @@ def test_no_case(run_ranks):
     assert report.exit_code == 1 and "no case of that name" in report.rows[0].found
 
 
-def test_hang_is_killed_and_told(run_ranks):
+def test_hang_is_killed_and_told(run_ranks, tmp_path):
     """One rank waits for ever, with a child of its own; nothing of it is left."""
     behaviour = """
 write(event="begin", case="entries -1")
@@ -113,7 +113,9 @@ time.sleep(300)
     assert row.found.startswith("hung: killed after 3 s without a sign, in case 'entries -1'")
     assert "rank 0: waiting for rank 1" in row.evidence
     assert row.why == "none of the known causes fits what the ranks printed"
-    for path in Path(outcome_folder(outcome, run_ranks)).glob("child-*"):
+    children = list((tmp_path / "logs").glob("child-*"))
+    assert len(children) == 2
+    for path in children:
         pid = int(path.read_text())
         status = Path(f"/proc/{pid}/status")
         assert not status.exists() or "Z (zombie)" in status.read_text()
@@ -133,9 +135,12 @@ write(event="done")
     assert judged(outcome).exit_code == 0
 
 
-def outcome_folder(outcome, run_ranks):
-    """Folder of the job's logs."""
-    return run_ranks.__closure__[0].cell_contents / "logs"
+def test_relative_folder(run_ranks, tmp_path, monkeypatch):
+    """Ranks meet by a file's address, which has to be absolute."""
+    run_ranks("assert os.path.isabs(folder)\n" + GOOD)
+    monkeypatch.chdir(tmp_path)
+    job = launcher.make_job("intranode", 2, 1, 20)
+    assert launcher.run(job, "here", python=tmp_path / "python").finished
 
 
 def test_others_do_not_wait_for_one_that_failed(run_ranks, monkeypatch):

@@ -15,27 +15,29 @@ def known():
 def find(text):
     """(cause, line that shows it) of the first that fits a text, else (None, "")."""
     for cause in known():
-        for pattern in cause["patterns"]:
-            match = re.search(pattern, text)
-            if match:
-                start = text.rfind("\n", 0, match.start()) + 1
-                end = text.find("\n", match.end())
-                return cause, text[start : None if end < 0 else end].strip()
+        line = _line(cause, text)
+        if line:
+            return cause, line
     return None, ""
 
 
 def of_outcome(outcome):
-    """(cause, evidence) of a job that failed. Several ranks' words count: one says why, the
-    others that it is gone."""
-    for cause, line, rank in sorted(
-        ((*find(rank.output), rank.rank) for rank in outcome.ranks),
-        key=lambda found: _order(found[0]),
-    ):
-        if cause is not None:
-            return cause, "rank {}: {}".format(rank, line)
+    """(cause, evidence) of a job that failed, else (None, ""). Several ranks' words count: one
+    says why, the others that it is gone."""
+    for cause in known():
+        for rank in outcome.ranks:
+            line = _line(cause, rank.output)
+            if line:
+                return cause, "rank {}: {}".format(rank.rank, line)
     return None, ""
 
 
-def _order(cause):
-    names = [entry["name"] for entry in known()]
-    return names.index(cause["name"]) if cause else len(names)
+def _line(cause, text):
+    """The line of a text that fits a cause, "" if none does."""
+    for pattern in cause["patterns"]:
+        match = re.search(pattern, text)
+        if match:
+            start = text.rfind("\n", 0, match.start()) + 1
+            end = text.find("\n", match.end())
+            return text[start : None if end < 0 else end].strip()
+    return ""

@@ -111,7 +111,8 @@ def environment(base=None):
 
 def run(job, folder, python=sys.executable, env=None):
     """Runs a job's ranks. Logs stay in folder, one of each rank. Returns the Outcome."""
-    folder = Path(folder)
+    # Ranks meet by a file's address, which has to be absolute
+    folder = Path(folder).resolve()
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -121,7 +122,6 @@ def run(job, folder, python=sys.executable, env=None):
     (folder / "job.json").write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
     begin = time.monotonic()
     processes = []
-    hung = False
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: _kill(processes))
         for rank in range(job["ranks"]):

@@ -23,7 +23,7 @@ WRONG, FAILED = 1, 3
 
 @dataclasses.dataclass
 class Job:
-    """What a rank knows: folder, rank, ranks; device: torch.device; group: gloo process group;
+    """What a rank knows: rank, ranks; device: torch.device; group: gloo process group;
     shares_gpu: whether ranks share GPUs, ranks_on_gpu: how many at most; mps: at the same time."""
 
     rank: int

@@ -4,6 +4,7 @@ Ranks get a GPU each; where there are more ranks than GPUs they share them, by t
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import cases, causes, launcher
+from . import cases, causes, launcher, plot
 from .diagnosis import child, machine
 from .errors import UsageError
 from .report import Report
@@ -93,8 +94,6 @@ def run(options):
         raise UsageError("--plot draws what --tokens measures: give both")
     if options.plot:
         # Before minutes of measuring
-        from . import plot
-
         plot.library()
     gpus = find_gpus()
     report = Report("single-node", facts={"gpus": gpus, "jobs": []})
@@ -113,8 +112,6 @@ def run(options):
             for number in ranks:
                 _job(report, options, name, number, gpus, folder)
     if options.plot:
-        from . import plot
-
         plot.draw(report.facts["jobs"], options.plot, gpus[0]["name"])
         report.notes.append("plot: {}".format(options.plot))
     if options.tokens and any(number > len(gpus) for number in ranks):
@@ -311,35 +308,32 @@ def bandwidth(outcome):
     return rows
 
 
-class mps:  # noqa: N801 - a context manager, used as a function
-    """CUDA's multi-process service for the jobs inside, with folders of its own."""
-
-    def __init__(self, wanted, folder):
-        self.wanted, self.folder, self.saved = wanted, folder, {}
-
-    def __enter__(self):
-        if not self.wanted:
-            return
-        for variable, name in (
-            ("CUDA_MPS_PIPE_DIRECTORY", "mps"), ("CUDA_MPS_LOG_DIRECTORY", "mps-log")
-        ):  # fmt: skip
-            self.saved[variable] = os.environ.get(variable)
-            _make(self.folder / name)
-            os.environ[variable] = str(self.folder / name)
+@contextlib.contextmanager
+def mps(wanted, folder):
+    """CUDA's multi-process service for the jobs inside, with folders of its own; nothing if it is
+    not wanted. Raises UsageError."""
+    if not wanted:
+        yield
+        return
+    folders = {"CUDA_MPS_PIPE_DIRECTORY": "mps", "CUDA_MPS_LOG_DIRECTORY": "mps-log"}
+    saved = {variable: os.environ.get(variable) for variable in folders}
+    try:
+        for variable, name in folders.items():
+            _make(folder / name)
+            os.environ[variable] = str((folder / name).resolve())
         answer = child.run(["nvidia-cuda-mps-control", "-d"], 20)
         if answer["state"] != "ok":
-            self.__exit__()
             raise UsageError(
                 "MPS does not start ({}): leave --mps out".format(
                     answer.get("error") or answer["state"]
                 )
             )
-
-    def __exit__(self, *error):
-        if not self.wanted:
-            return
-        child.run(["sh", "-c", "echo quit | nvidia-cuda-mps-control"], 20)
-        for variable, value in self.saved.items():
+        try:
+            yield
+        finally:
+            child.run(["sh", "-c", "echo quit | nvidia-cuda-mps-control"], 20)
+    finally:
+        for variable, value in saved.items():
             if value is None:
                 os.environ.pop(variable, None)
             else:

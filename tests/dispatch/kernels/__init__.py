@@ -1,1 +1,1 @@
-"""One module for each family of kernels: cases(), open(...), run(case, ...), and close()."""
+"""One module for each family of kernels, with Kernels(job): run(case), bandwidth(...), close()."""
